@@ -1,0 +1,171 @@
+"""The engine's settings: `EngineConfig`, frozen, with `None` for "decided at start, logged with its reason".
+
+Names are those of transformers' `ContinuousBatchingConfig`. Nothing here is changed at start: what was decided lives
+in another type (`Choice` lists) and is read with `engine.describe()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from aiocb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+__all__ = ["Choice", "EngineConfig", "SchedulerType"]
+
+SchedulerType = Literal["fifo", "prefill_first", "priority"]
+SCHEDULER_TYPES: tuple[SchedulerType, ...] = ("fifo", "prefill_first", "priority")
+MIN_PAGE_SIZE = 4
+MIN_BATCH_TOKENS = 16
+
+
+class Choice(NamedTuple):
+    """One automatic decision: what was decided, the value, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine. `None` is decided at start, from the model, the device and the backend.
+
+    Attributes:
+        page_size: tokens per page (one layer); at least 4.
+        num_blocks: blocks of the cache (a block is one page for every layer of a group).
+        max_memory_percent: share of the free device memory for the cache, (0, 1]; on the CPU a share of what is free,
+            within a modest bound.
+        max_batch_tokens: token budget of a step. On a GPU 8192; on the CPU smaller, to keep decoding smooth.
+        max_requests_per_batch: most requests in a step.
+        max_prefill_chunk: most prompt tokens of *one* request in a step while others decode.
+        max_model_len: refuse requests longer than this, even if the model allows more.
+        scheduler_type: `fifo` (decoding first, then prompts in order of arrival), `prefill_first`, `priority`.
+        safety_margin: share of the cache kept free for running requests, [0, 1]; 0.15 for fifo and priority, 0 for
+            prefill_first.
+        allow_block_sharing: prefix caching.
+        return_logprobs: log-probabilities of the chosen token for every request.
+        per_request_processors: accepted for compatibility; per-request sampling is always on.
+        use_cuda_graph, q_padding_interval_size, kv_padding_interval_size, use_async_batching,
+            default_compile_level, varlen_compile_config, decode_compile_config, max_blocks_per_request: GPU execution.
+        cpu_offload_space, cpu_offload_space_safety_threshold: swap space for evicted caches, GiB (0 is off).
+        cpu_group_timeout: seconds until a frozen rank of a tensor-parallel group is an error.
+        auto_switch_to_flash: take flash-attn where it is installed.
+        max_queue_size: most waiting requests; 0 is no bound.
+        seed: seed of unseeded requests; None is fresh randomness.
+        debug_checks: check all invariants of scheduler and cache after every step.
+        drop_unsupported_processors: accepted for compatibility; nothing is dropped here.
+        attention: backend name; None is chosen at start.
+        num_threads: threads of the native CPU kernels; None is one per core.
+        native: use the native CPU kernels: None when they can be built or loaded, False never.
+        freeze_gc: move all objects out of the garbage collector's sight after start (shorter pauses).
+        hang_timeout: seconds without a finished step until `health()` calls a running engine hung.
+    """
+
+    page_size: int | None = None
+    num_blocks: int | None = None
+    max_memory_percent: float | None = None
+    max_batch_tokens: int | None = None
+    max_requests_per_batch: int | None = None
+    max_prefill_chunk: int | None = None
+    max_model_len: int | None = None
+    scheduler_type: SchedulerType = "fifo"
+    safety_margin: float | None = None
+    allow_block_sharing: bool = True
+    return_logprobs: bool = False
+    per_request_processors: bool = True
+    use_cuda_graph: bool | None = None
+    q_padding_interval_size: int = 64
+    kv_padding_interval_size: int = 16384
+    use_async_batching: bool | None = None
+    default_compile_level: int = 0
+    varlen_compile_config: Any = None
+    decode_compile_config: Any = None
+    max_blocks_per_request: int | None = None
+    cpu_offload_space: float | None = 0.0
+    cpu_offload_space_safety_threshold: float = 0.8
+    cpu_group_timeout: float | None = 300.0
+    auto_switch_to_flash: bool = True
+    max_queue_size: int = 0
+    seed: int | None = None
+    debug_checks: bool = False
+    drop_unsupported_processors: bool = True
+    attention: str | None = None
+    num_threads: int | None = None
+    native: bool | None = None
+    freeze_gc: bool = False
+    hang_timeout: float = 60.0
+    block_size: dataclasses.InitVar[int | None] = None
+
+    def __post_init__(self, block_size: int | None) -> None:
+        if block_size is not None:
+            warnings.warn("block_size is deprecated, use page_size", FutureWarning, stacklevel=3)
+            if self.page_size is None:
+                object.__setattr__(self, "page_size", block_size)
+        _at_least("page_size", self.page_size, MIN_PAGE_SIZE)
+        _at_least("num_blocks", self.num_blocks, 2)
+        _at_least("max_batch_tokens", self.max_batch_tokens, MIN_BATCH_TOKENS)
+        _at_least("max_requests_per_batch", self.max_requests_per_batch, 1)
+        _at_least("max_prefill_chunk", self.max_prefill_chunk, 1)
+        _at_least("max_model_len", self.max_model_len, 2)
+        _at_least("max_queue_size", self.max_queue_size, 0)
+        _at_least("max_blocks_per_request", self.max_blocks_per_request, 0)
+        _at_least("num_threads", self.num_threads, 1)
+        _at_least("q_padding_interval_size", self.q_padding_interval_size, 0)
+        _at_least("kv_padding_interval_size", self.kv_padding_interval_size, 0)
+        _within("safety_margin", self.safety_margin, 0.0, 1.0)
+        _within("max_memory_percent", self.max_memory_percent, 0.0, 1.0, open_low=True)
+        _within("cpu_offload_space", self.cpu_offload_space, 0.0, math.inf)
+        _within("cpu_offload_space_safety_threshold", self.cpu_offload_space_safety_threshold, 0.0, 1.0)
+        _within("hang_timeout", self.hang_timeout, 0.0, math.inf, open_low=True)
+        if self.scheduler_type not in SCHEDULER_TYPES:
+            raise ConfigError(
+                f"scheduler_type {self.scheduler_type!r} is unknown; choose one of {', '.join(SCHEDULER_TYPES)}"
+            )
+        if self.default_compile_level not in (0, 1, 2, 3):
+            raise ConfigError(f"default_compile_level must be 0, 1, 2 or 3, not {self.default_compile_level!r}")
+
+    @classmethod
+    def from_transformers(cls, config: ContinuousBatchingConfig) -> EngineConfig:
+        """Take the fields of transformers' `ContinuousBatchingConfig` that exist here; the object is not changed.
+
+        Raises:
+            ConfigError: a value is out of its range.
+        """
+        values = {
+            field.name: getattr(config, field.name)
+            for field in dataclasses.fields(cls)
+            if getattr(config, field.name, None) is not None
+        }
+        # The reference's class defaults are not choices of its user: leave those to be decided at start.
+        if values.get("page_size") == 256:
+            del values["page_size"]
+        for name in ("q_padding_interval_size", "kv_padding_interval_size"):
+            if values.get(name) == 0:
+                del values[name]
+        values.pop("per_request_processors", None)
+        return cls(**values)
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be an integer, not {value!r}")
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, not {value}")
+
+
+def _within(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ConfigError(f"{name} must be a number, not {value!r}")
+    if value < low or value > high or (open_low and value == low):
+        raise ConfigError(f"{name} must be in {'(' if open_low else '['}{low:g}, {high:g}], not {value!r}")

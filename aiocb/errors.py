@@ -1,0 +1,81 @@
+"""Every exception that aiocb raises, in one tree.
+
+AiocbError
+├── ConfigError (ValueError)          the engine's own settings cannot work
+├── RequestError                      one request ended; the others are not affected
+│   ├── InvalidRequest (ValueError)   refused before admission
+│   ├── QueueFull                     the bounded waiting queue has no room
+│   ├── RequestTimeout (TimeoutError) a deadline of the request has passed
+│   └── RequestFailed                 something inside this request raised
+└── EngineError
+    ├── EngineClosed                  the engine is not running (not entered, or closed)
+    └── EngineDead                    the worker thread has stopped; the cause is chained
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = [
+    "AiocbError",
+    "ConfigError",
+    "EngineClosed",
+    "EngineDead",
+    "EngineError",
+    "InvalidRequest",
+    "QueueFull",
+    "RequestError",
+    "RequestFailed",
+    "RequestTimeout",
+]
+
+
+class AiocbError(Exception):
+    """Base of all exceptions of this package."""
+
+
+class ConfigError(AiocbError, ValueError):
+    """A setting of the engine cannot work; the message says which and what to do."""
+
+
+class RequestError(AiocbError):
+    """One request has ended with an error; no other request is affected."""
+
+
+class InvalidRequest(RequestError, ValueError):
+    """The request was refused before admission; the message says why and what to do."""
+
+
+class QueueFull(RequestError):
+    """The waiting queue is full (`EngineConfig.max_queue_size`) and the request chose not to wait."""
+
+
+class RequestTimeout(RequestError, TimeoutError):
+    """A deadline of the request has passed.
+
+    Attributes:
+        stage: `"queue"` when the request never ran, `"run"` when it was cut while running.
+    """
+
+    def __init__(self, message: str, stage: Literal["queue", "run"] = "run") -> None:
+        super().__init__(message)
+        self.stage: Literal["queue", "run"] = stage
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (*self.args, self.stage)
+
+
+class RequestFailed(RequestError):
+    """Something inside this request raised (a processor, its logits); the cause is chained."""
+
+
+class EngineError(AiocbError):
+    """The engine, not a request, is the cause."""
+
+
+class EngineClosed(EngineError):
+    """The engine is not running: it has not been entered, is draining, or has been closed."""
+
+
+class EngineDead(EngineError):
+    """The engine's worker thread has stopped because a step raised; the cause is chained."""

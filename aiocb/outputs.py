@@ -1,0 +1,151 @@
+"""What a user gets back: `Chunk` (a delta of a stream) and `Completion` (the whole).
+
+Torch-free, immutable, picklable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from aiocb.step import TokenLogprobs
+
+__all__ = ["Chunk", "Completion", "FinishReason", "RequestMetrics", "TokenLogprobs", "Usage"]
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request.
+
+    Attributes:
+        num_prompt_tokens, num_output_tokens: of this request.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output together."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds; None where that point was never reached.
+
+    Attributes:
+        queue_s: from submission to the first step that ran it.
+        time_to_first_token_s: from submission to the first token.
+        total_s: from submission to the end.
+        num_preemptions: how often its cache was given back and recomputed.
+    """
+
+    queue_s: float | None
+    time_to_first_token_s: float | None
+    total_s: float
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Chunk:
+    """A delta of one stream: what has arrived since the chunk before it.
+
+    Attributes:
+        request_id: the label that was given, or a generated one.
+        index: which of the n parallel samples.
+        text: new text (may be empty while a code point or a stop string is undecided).
+        token_ids: new token ids.
+        logprobs: one element per token id, when asked for.
+        finish_reason: None until the last chunk.
+        stop_reason: the stop string or token id that matched.
+        usage: counts, on the last chunk only.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    usage: Usage | None
+
+    def __init__(
+        self,
+        request_id: str,
+        index: int = 0,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] | None = None,
+        finish_reason: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        # Slot descriptors instead of the generated object.__setattr__ calls: one Chunk is built per token and stream.
+        _set_request_id(self, request_id)
+        _set_index(self, index)
+        _set_text(self, text)
+        _set_token_ids(self, token_ids)
+        _set_logprobs(self, logprobs)
+        _set_finish_reason(self, finish_reason)
+        _set_stop_reason(self, stop_reason)
+        _set_usage(self, usage)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain, picklable and JSON-ready."""
+        return dataclasses.asdict(self)
+
+
+def _setter(name: str) -> Any:
+    return Chunk.__dict__[name].__set__
+
+
+_set_request_id = _setter("request_id")
+_set_index = _setter("index")
+_set_text = _setter("text")
+_set_token_ids = _setter("token_ids")
+_set_logprobs = _setter("logprobs")
+_set_finish_reason = _setter("finish_reason")
+_set_stop_reason = _setter("stop_reason")
+_set_usage = _setter("usage")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The whole output of one request.
+
+    Attributes:
+        request_id, index, text, token_ids, logprobs, finish_reason, stop_reason, usage: as in `Chunk`, complete.
+        prompt_token_ids: the prompt as the model saw it.
+        prompt_logprobs: one element per prompt token (the first is None), when asked for.
+        metrics: times of the request.
+        error: what ended the request when `finish_reason` is `"error"` (only from `generate_batch` and
+            `as_completed` with `return_exceptions=True`; elsewhere it is raised).
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    usage: Usage
+    prompt_token_ids: tuple[int, ...]
+    metrics: RequestMetrics
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    error: Exception | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain and JSON-ready (the error becomes its message)."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["usage"] = dataclasses.asdict(self.usage)
+        values["metrics"] = dataclasses.asdict(self.metrics)
+        values["error"] = None if self.error is None else str(self.error)
+        return values
