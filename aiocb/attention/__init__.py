@@ -1,0 +1,37 @@
+"""Attention backends by name. The registry imports a backend only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from aiocb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiocb.attention.base import AttentionBackend
+
+__all__ = ["BACKENDS", "create_backend"]
+
+BACKENDS: dict[str, str] = {
+    "reference": "aiocb.attention.reference:ReferenceBackend",
+    "sdpa": "aiocb.attention.sdpa:SdpaBackend",
+    "eager": "aiocb.attention.eager:EagerBackend",
+}
+"""Name to `module:class`; the class is built without arguments."""
+
+
+def create_backend(name: str) -> AttentionBackend:
+    """Build the attention backend called `name`.
+
+    Raises:
+        ConfigError: the name is unknown, or what the backend needs is not installed.
+    """
+    try:
+        module, _, attribute = BACKENDS[name].partition(":")
+    except KeyError:
+        raise ConfigError(f"attention {name!r} is unknown; choose one of {', '.join(sorted(BACKENDS))}") from None
+    try:
+        backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+    except ImportError as error:
+        raise ConfigError(f"attention {name!r} cannot be used here: {error}") from error
+    return backend

@@ -1,0 +1,189 @@
+"""What an attention backend is: a small protocol, its capabilities as data, and what a step tells it.
+
+Legend: T packed tokens, R requests, H query heads, K key/value heads, G = H / K, D head dim (Dk of keys, Dv of
+values), B blocks, S page size, P pages of a request, L keys that a request can see.
+
+Packed order: rows with one new token ("decode") come first, so row r < num_decodes is exactly token r; rows with more
+new tokens follow, each a contiguous range of tokens.
+
+    tokens   | d0 | d1 | d2 | p3 p3 p3 p3 | p4 p4 |        num_decodes = 3
+    starts     0    1    2    3             7       9
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    from torch import Tensor
+
+__all__ = ["AttentionBackend", "Capabilities", "GroupTables", "LayerSpec", "StepBatch"]
+
+
+class LayerSpec(NamedTuple):
+    """One layer's attention as the model asks for it, learned from a dry run.
+
+    Attributes:
+        layer: index that the layer gives to the cache.
+        num_heads, num_kv_heads: H of the query and K of the stored keys.
+        key_dim, value_dim: Dk and Dv of what is stored.
+        scaling: factor of the scores.
+        window: tokens that a query sees including itself; None is full attention.
+        softcap: scores become `softcap * tanh(scores / softcap)`; None is off.
+        has_sinks: one learned extra score per head joins the softmax and is dropped.
+        is_gathered: the layer works on what the cache returns (latents, expanded keys): it gets the gathered keys and
+            values instead of reading pages in place.
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    is_gathered: bool = False
+
+
+class Capabilities(NamedTuple):
+    """What a backend can do; whatever it cannot is refused at start, never dropped.
+
+    Attributes:
+        devices: torch device types.
+        dtypes: names of torch dtypes (`"bfloat16"`), empty for any.
+        has_window, has_softcap, has_sinks: honoured.
+        has_unequal_dims: Dk and Dv may differ.
+        max_head_dim: largest D, None for any.
+        page_sizes: allowed page sizes, empty for any.
+        default_page_size: taken when nothing is configured.
+    """
+
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[str, ...] = ()
+    has_window: bool = True
+    has_softcap: bool = True
+    has_sinks: bool = True
+    has_unequal_dims: bool = True
+    max_head_dim: int | None = None
+    page_sizes: tuple[int, ...] = ()
+    default_page_size: int = 16
+
+    def refusal(self, spec: LayerSpec, device: str, dtype: str) -> str | None:
+        """Say why a layer cannot run here, or None when it can."""
+        if device not in self.devices:
+            return f"it runs on {', '.join(self.devices)}, not on {device}"
+        if self.dtypes and dtype not in self.dtypes:
+            return f"it computes in {', '.join(self.dtypes)}, not in {dtype}"
+        if spec.window is not None and not self.has_window:
+            return f"layer {spec.layer} has a sliding window"
+        if spec.softcap is not None and not self.has_softcap:
+            return f"layer {spec.layer} caps its scores (softcap)"
+        if spec.has_sinks and not self.has_sinks:
+            return f"layer {spec.layer} has attention sinks"
+        if spec.key_dim != spec.value_dim and not self.has_unequal_dims:
+            return f"layer {spec.layer} has keys of {spec.key_dim} and values of {spec.value_dim}"
+        if self.max_head_dim is not None and max(spec.key_dim, spec.value_dim) > self.max_head_dim:
+            return f"layer {spec.layer} has heads of {max(spec.key_dim, spec.value_dim)} > {self.max_head_dim}"
+        return None
+
+
+@dataclass(slots=True)
+class GroupTables:
+    """One cache group's part of a step: where new keys go, and which pages each row can see.
+
+    Attributes:
+        window: of the group's layers.
+        slots: `block * page_size + offset` of each packed token. [T] int64, on the device.
+        pages: visible physical blocks of all rows, one row after the other. int32.
+        page_starts: row r's pages are `pages[page_starts[r] : page_starts[r + 1]]`. [R + 1]
+        key_starts: absolute position of the first token of each row's first visible page. [R]
+    """
+
+    window: int | None
+    slots: Tensor
+    pages: npt.NDArray[np.int32]
+    page_starts: npt.NDArray[np.int64]
+    key_starts: npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """The packed rows of a step, as attention sees them (host arrays; only slots live on the device).
+
+    Attributes:
+        num_decodes: rows with one new token; they come first.
+        starts: row r's tokens are `starts[r] : starts[r + 1]`. [R + 1]
+        computed: tokens of each row whose keys were in the cache before the step. [R]
+        lengths: computed plus new. [R]
+        groups: per cache group.
+        page_size: tokens per page.
+        device, dtype: of queries, keys and values.
+    """
+
+    num_decodes: int
+    starts: npt.NDArray[np.int64]
+    computed: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    groups: tuple[GroupTables, ...]
+    page_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.computed)
+
+
+class AttentionBackend(Protocol):
+    """Writes keys and values into pages and attends to them.
+
+    One instance serves one runner. `prepare` is called once per step and group, its result is handed to every layer
+    of the group. Storage is opaque to everyone but the backend.
+    """
+
+    name: str
+    capabilities: Capabilities
+
+    def block_bytes(self, spec: LayerSpec, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page of this layer."""
+
+    def allocate(
+        self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Any:
+        """Make the zeroed storage of one layer (stale pages must be finite: 0 x NaN is NaN)."""
+
+    def copy_block(self, storage: Any, source: int, target: int) -> None:
+        """Copy one physical block within a layer."""
+
+    def prepare(self, batch: StepBatch, group: int) -> Any:
+        """Make what all layers of a group share in this step; valid for this step only."""
+
+    def write(self, storage: Any, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store new keys and values. key [T, K, Dk], value [T, K, Dv], slots [T]."""
+
+    def gather(self, storage: Any, metadata: Any) -> tuple[Tensor, Tensor]:
+        """Return the visible keys and values of all rows, concatenated: [sum of L, K, Dk], [sum of L, K, Dv]."""
+
+    def attend(
+        self,
+        spec: LayerSpec,
+        storage: Any,
+        metadata: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend after `write`. query [T, H, Dk], key and value as given to `write`, sinks [H] -> [T, H, Dv]."""
+
+    def attend_gathered(
+        self, spec: LayerSpec, metadata: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend over gathered keys. query [T, H, D], key [sum of L, K, D], value [sum of L, K, Dv] -> [T, H, Dv]."""

@@ -1,0 +1,529 @@
+"""The only file that knows the transformers seam.
+
+A transformers model is run as it is. Its attention modules do two things with the outside: they hand new keys and
+values to a cache (`cache.update(k, v, layer_idx)`), and they call the attention function that `config` names. Both
+are answered here, by whatever *handler* is active: a `Recorder` in the dry run at load, a `PagedHandler` in each step.
+
+The one name that is registered in transformers is `"aiocb"`, among the attention functions and *not* among the mask
+functions: so the models build no mask. The config's own attention name is set and restored around each step by
+`ModelAdapter.forward`; nothing else of the model is changed.
+
+Legend: T packed tokens, H query heads, K key/value heads, D head dim, N logit rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from aiocb.attention.base import AttentionBackend, LayerSpec, StepBatch
+from aiocb.errors import ConfigError
+from aiocb.model.kv import PagedCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ATTENTION_NAME", "ModelAdapter", "PagedHandler"]
+
+ATTENTION_NAME = "aiocb"
+
+_MISSING = object()
+
+_HARMLESS = frozenset(
+    {
+        "cache",
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "layer_idx",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_value",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "use_cache",
+    }
+)
+"""Keywords of an attention call that change nothing here, or are honoured."""
+
+
+class NotPlainError(Exception):
+    """The model asks something of its cache or its attention that packed execution does not answer."""
+
+
+class Handler(Protocol):
+    """What answers the model during one forward pass."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [1, K, T, D]; return what the layer goes on with."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
+
+
+_ACTIVE: ContextVar[Handler | None] = ContextVar("aiocb_attention", default=None)
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    handler = _ACTIVE.get()
+    if handler is None:
+        raise RuntimeError("the attention function 'aiocb' was called outside of an engine's step")
+    return handler.attend(module, query, key, value, attention_mask, scaling, options), None
+
+
+class StepCache(Cache):  # type: ignore[misc]
+    """What the model takes for its cache: hands everything to the active handler and holds nothing itself.
+
+    Positions are passed to the model, so the length it reports is 0; models that would compute positions from it are
+    handled by `PositionInjector`.
+    """
+
+    is_compileable = False
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_Layer() for _ in range(num_layers)])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        """Hand new keys and values [1, K, T, D] to the active handler."""
+        handler = _ACTIVE.get()
+        if handler is None:
+            raise RuntimeError("the cache of an engine was used outside of its step")
+        return handler.update(key_states, value_states, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are passed explicitly."""
+        return 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: no bound of its own."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the sizes of a mask over this step's tokens alone."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0: positions are passed explicitly."""
+        return 0
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Refuse: asked by recurrent layers."""
+        raise NotPlainError("it keeps a recurrent state (has_previous_state)")
+
+    def get_conv_state(self, *_: Any, **__: Any) -> Any:
+        """Refuse: asked by convolution layers."""
+        raise NotPlainError("it keeps a convolution state (get_conv_state)")
+
+    def update_conv_state(self, *_: Any, **__: Any) -> Any:
+        """Refuse: asked by convolution layers."""
+        raise NotPlainError("it keeps a convolution state (update_conv_state)")
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> Any:
+        """Refuse: asked by recurrent layers."""
+        raise NotPlainError("it keeps a recurrent state (get_recurrent_state)")
+
+    def update_recurrent_state(self, *_: Any, **__: Any) -> Any:
+        """Refuse: asked by recurrent layers."""
+        raise NotPlainError("it keeps a recurrent state (update_recurrent_state)")
+
+    def update_indexer(self, *_: Any, **__: Any) -> Any:
+        """Refuse: asked by sparse attention."""
+        raise NotPlainError("it selects keys with an indexer (update_indexer)")
+
+
+class _Layer:
+    """A layer of `StepCache`, for models that look at `cache.layers`."""
+
+    is_sliding = False
+    is_initialized = False
+    is_compileable = False
+    keys = None
+    values = None
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+class AttentionCall:
+    """The parts of an attention call that a `LayerSpec` is made of."""
+
+    __slots__ = ("scaling", "sinks", "softcap", "window")
+
+    def __init__(
+        self, module: torch.nn.Module, query: Tensor, scaling: float | None, options: Mapping[str, Any]
+    ) -> None:
+        # None that is passed means full attention; only where nothing is passed does the module's own value count.
+        window = options.get("sliding_window", _MISSING)
+        if window is _MISSING:
+            window = getattr(module, "sliding_window", None)
+        self.window: int | None = int(window) if window else None
+        self.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        softcap = options.get("softcap")
+        self.softcap: float | None = float(softcap) if softcap else None
+        self.sinks: Tensor | None = options.get("s_aux")
+
+
+class Recorder:
+    """Handler of the dry run: one request from position 0, plain attention, everything written down."""
+
+    def __init__(self) -> None:
+        self.specs: dict[int, LayerSpec] = {}
+        self.attending_modules: set[int] = set()
+        self.dtype: torch.dtype | None = None
+        self._owners: dict[int, int] = {}
+        self._held: list[Tensor] = []
+        self._pending: int | None = None
+        self._shapes: dict[int, tuple[int, int, int]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Note the shapes and hand back what came."""
+        if self._pending is not None:
+            raise NotPlainError(f"layer {self._pending} updates the cache but has its own attention code")
+        if key.dim() != 4 or key.shape[0] != 1 or value.dim() != 4 or key.shape[2] != value.shape[2]:
+            raise NotPlainError(f"layer {layer} caches tensors of shape {tuple(key.shape)} and {tuple(value.shape)}")
+        self.dtype = self.dtype or key.dtype
+        if key.dtype != self.dtype or value.dtype != self.dtype:
+            raise NotPlainError(f"layer {layer} caches {key.dtype} and {value.dtype} where others use {self.dtype}")
+        if layer in self._shapes:
+            raise NotPlainError(f"layer {layer} updates the cache twice in one pass")
+        self._shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        if value.shape[1] != key.shape[1]:
+            raise NotPlainError(f"layer {layer} has {key.shape[1]} key and {value.shape[1]} value heads")
+        self._pending = layer
+        self._owners[id(key)] = layer
+        self._held.append(key)
+        return key, value
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """Attend plainly, and write down what the layer asked for."""
+        if mask is not None:
+            raise NotPlainError(f"{type(module).__name__} brings its own attention mask")
+        if options.get("is_causal", getattr(module, "is_causal", True)) is False:
+            raise NotPlainError(f"{type(module).__name__} is not causal")
+        unknown = [name for name, option in options.items() if name not in _HARMLESS and isinstance(option, Tensor)]
+        if unknown:
+            raise NotPlainError(f"{type(module).__name__} passes {', '.join(unknown)} to its attention function")
+        call = AttentionCall(module, query, scaling, options)
+        owner = self._owners.get(id(key))
+        is_gathered = owner is None
+        layer = owner if owner is not None else self._pending
+        if layer is None:
+            raise NotPlainError(f"{type(module).__name__} attends to keys that did not come from the cache")
+        self._pending = None
+        num_kv_heads, key_dim, value_dim = self._shapes[layer]
+        spec = LayerSpec(
+            layer,
+            query.shape[1],
+            num_kv_heads,
+            key_dim,
+            value_dim,
+            call.scaling,
+            call.window,
+            call.softcap,
+            call.sinks is not None,
+            is_gathered,
+        )
+        known = self.specs.setdefault(layer, spec)
+        if known.window != spec.window:
+            raise NotPlainError(f"layer {layer} is attended to with windows {known.window} and {spec.window}")
+        if known != spec:
+            # Two users of one layer's keys (shared keys) with different settings: each call brings its own.
+            self.specs[layer] = known._replace(is_gathered=known.is_gathered or spec.is_gathered)
+        self.attending_modules.add(id(module))
+        return _plain_attention(call, query, key, value)
+
+    def check_finished(self) -> None:
+        """Raise when the last update was never attended to."""
+        if self._pending is not None:
+            raise NotPlainError(f"layer {self._pending} updates the cache but has its own attention code")
+        if not self.specs:
+            raise NotPlainError("no layer uses the cache and the attention interface")
+
+
+def _plain_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One request from position 0. query [1, H, T, D] -> [1, T, H, Dv]"""
+    from aiocb.attention.paged import causal_mask, explicit_attention
+
+    num_kv_heads = key.shape[1]
+    spec = LayerSpec(0, query.shape[1], num_kv_heads, key.shape[3], value.shape[3], call.scaling, softcap=call.softcap)
+    q = query.unflatten(1, (num_kv_heads, -1))  # [1, K, G, T, D]
+    mask = causal_mask(0, query.shape[2], 0, key.shape[2], call.window, query.device)
+    out = explicit_attention(spec, q, key, value, mask, call.sinks)
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+class PagedHandler:
+    """Handler of a step: keys go to pages, attention goes to the backend."""
+
+    __slots__ = ("_backend", "_batch", "_cache", "_held", "_metadata", "_owners", "_pending", "_specs")
+
+    def __init__(
+        self, backend: AttentionBackend, cache: PagedCache, specs: Mapping[int, LayerSpec], batch: StepBatch
+    ) -> None:
+        self._backend = backend
+        self._cache = cache
+        self._specs = specs
+        self._batch = batch
+        self._metadata: dict[int, Any] = {}
+        self._owners: dict[int, int] = {}
+        self._held: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._pending = -1
+
+    def _group_metadata(self, group: int) -> Any:
+        metadata = self._metadata.get(group)
+        if metadata is None:
+            metadata = self._metadata[group] = self._backend.prepare(self._batch, group)
+        return metadata
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write keys and values [1, K, T, D] to their pages; return them, or all of them where the layer needs all."""
+        group = self._cache.group_of_layer[layer]
+        storage = self._cache.storage[layer]
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, K, D]
+        self._backend.write(storage, self._batch.groups[group].slots, k, v)
+        self._pending = layer
+        if self._specs[layer].is_gathered:
+            all_keys, all_values = self._backend.gather(storage, self._group_metadata(group))
+            return all_keys.transpose(0, 1).unsqueeze(0), all_values.transpose(0, 1).unsqueeze(0)
+        # Keys are recognised by identity; held, so that no id is used twice within the step.
+        self._owners[id(key)] = layer
+        self._held.append((key, k, v))
+        return key, value
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
+        call = AttentionCall(module, query, scaling, options)
+        q = query[0].transpose(0, 1)  # [T, H, D]
+        layer = self._owners.get(id(key))
+        if layer is None:
+            spec = self._specs[self._pending]
+            group = self._cache.group_of_window[call.window]
+            spec = spec._replace(
+                window=call.window,
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                key_dim=key.shape[3],
+                value_dim=value.shape[3],
+                scaling=call.scaling,
+                softcap=call.softcap,
+            )
+            k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            out = self._backend.attend_gathered(spec, self._group_metadata(group), q, k, v, call.sinks)
+            return out.unsqueeze(0)
+        spec = self._specs[layer]
+        if spec.scaling != call.scaling or spec.softcap != call.softcap:
+            spec = spec._replace(scaling=call.scaling, softcap=call.softcap)
+        metadata = self._group_metadata(self._cache.group_of_layer[layer])
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        out = self._backend.attend(spec, self._cache.storage[layer], metadata, q, k, v, call.sinks)
+        return out.unsqueeze(0)
+
+
+class ModelAdapter:
+    """Runs a transformers causal LM over packed rows.
+
+    Attributes:
+        model: as it was given; its configuration is as found whenever no step runs.
+        specs: each cache layer's attention, learned in the dry run.
+        dtype: of keys and values.
+        device: of the model's input.
+        vocab_size: rows of the logits.
+
+    Raises:
+        ConfigError: packed execution cannot run this model; the message names the reason.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.device: torch.device = model.device
+        self._configs = _configs_of(model)
+        self._arguments = _forward_arguments(model)
+        if ALL_ATTENTION_FUNCTIONS.get(ATTENTION_NAME) is not _attention_forward:
+            ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
+        recorder = Recorder()
+        self._num_layers = 4096  # any index is answered in the dry run
+        was_training = model.training
+        if was_training:
+            raise ConfigError("the model is in training mode; call model.eval() first")
+        ids = torch.tensor([[1, 2, 3]], device=self.device) % max(_vocab_rows(model), 1)
+        positions = torch.arange(3, device=self.device).unsqueeze(0)
+        try:
+            with torch.inference_mode():
+                logits = self.forward(ids, positions, torch.tensor([0, 2], device=self.device), recorder)
+            recorder.check_finished()
+        except NotPlainError as error:
+            raise ConfigError(f"{type(model).__name__} cannot be run in packed batches: {error}") from error
+        except (TypeError, AttributeError, KeyError, NotImplementedError, ValueError, RuntimeError, IndexError) as error:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be run in packed batches: its dry run failed with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
+        self.vocab_size = int(logits.shape[-1])
+        assert recorder.dtype is not None
+        self.dtype: torch.dtype = recorder.dtype
+        self._check_layers(len(recorder.attending_modules))
+        self._num_layers = max(self.specs) + 1
+
+    def _check_layers(self, num_attending: int) -> None:
+        """Every decoder layer must have attended, and with the window that its configuration names."""
+        config = text_config(self.model)
+        num_layers = getattr(config, "num_hidden_layers", None)
+        name = type(self.model).__name__
+        if isinstance(num_layers, int) and num_attending < num_layers:
+            raise ConfigError(
+                f"{name} cannot be run in packed batches: only {num_attending} of its {num_layers} layers use the "
+                "attention interface"
+            )
+        types = getattr(config, "layer_types", None)
+        if not isinstance(types, (list, tuple)) or len(types) != len(self.specs):
+            return
+        for kind, spec in zip(types, self.specs.values(), strict=True):
+            wrong = (kind == "sliding_attention" and spec.window is None) or (
+                kind == "full_attention" and spec.window is not None
+            )
+            if wrong:
+                raise ConfigError(
+                    f"{name} cannot be run in packed batches: layer {spec.layer} is {kind} in its configuration but "
+                    f"asks its attention for a window of {spec.window}"
+                )
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler) -> Tensor:
+        """Run the model once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
+        values = {
+            self._arguments.cache: StepCache(self._num_layers) if isinstance(handler, Recorder) else self._cache,
+            "use_cache": True,
+        }
+        if self._arguments.takes_positions:
+            values["position_ids"] = positions
+        if self._arguments.takes_logit_rows:
+            values["logits_to_keep"] = logit_rows
+        with self._stepping(handler):
+            logits: Tensor = self.model(input_ids=input_ids, **values).logits  # [1, N, V]
+        if not self._arguments.takes_logit_rows:
+            logits = logits.index_select(1, logit_rows)
+        return logits[0]
+
+    @property
+    def _cache(self) -> StepCache:
+        return StepCache(self._num_layers)
+
+    @contextmanager
+    def _stepping(self, handler: Handler) -> Iterator[None]:
+        """Name our attention in the model's configs and activate `handler`; undo both on the way out."""
+        before = [(config, config._attn_implementation_internal) for config in self._configs]
+        token = _ACTIVE.set(handler)
+        try:
+            for config in self._configs:
+                config._attn_implementation_internal = ATTENTION_NAME
+            yield
+        finally:
+            for config, name in before:
+                config._attn_implementation_internal = name
+            _ACTIVE.reset(token)
+
+
+class _Arguments:
+    """How this model's forward wants its arguments."""
+
+    __slots__ = ("cache", "takes_logit_rows", "takes_positions")
+
+    def __init__(self, cache: str, takes_positions: bool, takes_logit_rows: bool) -> None:
+        self.cache = cache
+        self.takes_positions = takes_positions
+        self.takes_logit_rows = takes_logit_rows
+
+
+def _forward_arguments(model: PreTrainedModel) -> _Arguments:
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    # transformers 5.2x renamed past_key_values to cache.
+    name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+    if name is None:
+        if not takes_any:
+            raise ConfigError(f"{type(model).__name__} cannot be run in packed batches: its forward takes no cache")
+        name = "past_key_values"
+    return _Arguments(name, "position_ids" in parameters or takes_any, "logits_to_keep" in parameters)
+
+
+def _configs_of(model: PreTrainedModel) -> list[Any]:
+    """Every config object that a module of the model may ask for the attention's name."""
+    found: dict[int, Any] = {}
+    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    while pending:
+        config = pending.pop()
+        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        found[id(config)] = config
+        pending.extend(getattr(config, key, None) for key in getattr(config, "sub_configs", ()) or ())
+    return list(found.values())
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the decoder: nested in composite models."""
+    config: Any = model.config
+    getter: Callable[..., Any] | None = getattr(config, "get_text_config", None)
+    return config if getter is None else getter(decoder=True)
+
+
+def _vocab_rows(model: PreTrainedModel) -> int:
+    embeddings: Any = model.get_input_embeddings()
+    rows = getattr(embeddings, "num_embeddings", None)
+    return int(rows) if rows else int(getattr(text_config(model), "vocab_size", 4) or 4)

@@ -1,0 +1,114 @@
+"""From a `StepPlan` to what the model and the attention backend need: one packed row of tokens and its tables.
+
+Legend: T packed tokens, R requests, N logit rows, S page size. The packed order puts entries with one new token first
+(see `attention.base`); logit rows come out in the order of the plan's entries.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from aiocb.attention.base import GroupTables, StepBatch
+from aiocb.step import CacheLayout, StepPlan
+
+__all__ = ["PackedStep", "pack"]
+
+_INT = np.int64
+
+
+class PackedStep(NamedTuple):
+    """One step, packed.
+
+    Attributes:
+        input_ids: [1, T] int64
+        positions: absolute, [1, T] int64
+        logit_rows: packed tokens whose logits are needed, in the order of the plan. [N] int64
+        batch: what attention needs.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    logit_rows: Tensor
+    batch: StepBatch
+
+
+def pack(plan: StepPlan, layout: CacheLayout, device: torch.device, dtype: torch.dtype) -> PackedStep:
+    """Pack a plan; tables are read, never kept."""
+    entries = plan.entries
+    order = [index for index, entry in enumerate(entries) if entry.num_new_tokens == 1]
+    num_decodes = len(order)
+    if num_decodes != len(entries):
+        order += [index for index, entry in enumerate(entries) if entry.num_new_tokens != 1]
+    rows = [entries[index] for index in order]
+
+    computed_list = [entry.num_computed_tokens for entry in rows]
+    new_list = [entry.num_new_tokens for entry in rows]
+    computed, new = np.array(computed_list, dtype=_INT), np.array(new_list, dtype=_INT)
+    lengths = computed + new
+    starts = np.zeros(len(rows) + 1, dtype=_INT)
+    np.cumsum(new, out=starts[1:])
+    num_tokens = int(starts[-1])
+
+    ids = array("q", [entry.tokens[entry.num_computed_tokens] for entry in rows[:num_decodes]])
+    for entry in rows[num_decodes:]:
+        first = entry.num_computed_tokens
+        ids.extend(entry.tokens[first : first + entry.num_new_tokens])
+
+    # Position of packed token t of row r: computed[r] + t - starts[r].
+    row_of_token = np.repeat(np.arange(len(rows)), new)
+    positions = np.arange(num_tokens, dtype=_INT) + (computed - starts[:-1])[row_of_token]
+
+    groups = []
+    for index, group in enumerate(layout.groups):
+        tables = [entry.block_tables[index] for entry in rows]
+        groups.append(
+            _group_tables(tables, group.window, layout.page_size, computed, lengths, positions, row_of_token, device)
+        )
+    return PackedStep(
+        torch.from_numpy(np.frombuffer(ids, dtype=_INT).copy()).to(device).unsqueeze(0),
+        torch.from_numpy(positions).to(device).unsqueeze(0),
+        torch.from_numpy(_logit_rows(plan, order, starts)).to(device),
+        StepBatch(num_decodes, starts, computed, lengths, tuple(groups), layout.page_size, device, dtype),
+    )
+
+
+def _group_tables(
+    tables: list[Sequence[int]],
+    window: int | None,
+    page_size: int,
+    computed: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+    row_of_token: npt.NDArray[np.int64],
+    device: torch.device,
+) -> GroupTables:
+    """Cut each block table to its visible pages, and look up where the new tokens go."""
+    first_pages = np.zeros_like(computed) if window is None else np.maximum(computed - window + 1, 0) // page_size
+    last_pages = (lengths + page_size - 1) // page_size
+    bounds = zip(tables, first_pages.tolist(), last_pages.tolist(), strict=True)
+    flat = array("i", chain.from_iterable(table[first:last] for table, first, last in bounds))
+    pages = np.frombuffer(flat, dtype=np.int32)
+    page_starts = np.zeros(len(tables) + 1, dtype=_INT)
+    np.cumsum(last_pages - first_pages, out=page_starts[1:])
+    if len(pages) != page_starts[-1]:
+        raise ValueError("a block table is shorter than the tokens that it has to hold")
+    index = positions // page_size + (page_starts[:-1] - first_pages)[row_of_token]
+    slots = pages[index].astype(_INT) * page_size + positions % page_size
+    return GroupTables(window, torch.from_numpy(slots).to(device), pages, page_starts, first_pages * page_size)
+
+
+def _logit_rows(plan: StepPlan, order: list[int], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Packed index of every row whose logits are needed, entries in the plan's order."""
+    counts = np.array([entry.num_logits for entry in plan.entries], dtype=_INT)
+    stops = np.empty(len(order), dtype=_INT)  # behind each entry's last packed token
+    stops[order] = starts[1:]
+    first = np.repeat(stops - counts - (np.cumsum(counts) - counts), counts)
+    return first + np.arange(len(first), dtype=_INT)

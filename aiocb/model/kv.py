@@ -1,0 +1,224 @@
+"""The paged cache of a runner: storage per layer, layers grouped by attention kind, and how many blocks there are.
+
+    page    S tokens of one layer
+    block   one page for every layer of a group; what a block table names; unit of ownership and sharing
+    group   layers of one attention kind (full, or one window): they share block tables
+    cache   all groups; block 0 of each is the null block (zero, never written)
+
+Example: Gemma 3 270M has 3 full layers and 15 with a window of 512. Two groups: a request of 2000 tokens with pages of
+16 holds 125 blocks of the first and 33 of the second.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from aiocb.attention.base import AttentionBackend, LayerSpec
+from aiocb.config import Choice, EngineConfig
+from aiocb.errors import ConfigError
+from aiocb.step import BlockCopy, CacheGroup, CacheLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CacheSize", "PagedCache", "choose_cache_size", "group_layers"]
+
+CPU_REQUESTS = 64
+CPU_TOKENS_PER_REQUEST = 1024
+CPU_MAX_BYTES = 2 << 30
+CPU_MAX_SHARE = 0.25
+GPU_SHARE = 0.9
+GPU_RESERVE_BYTES = 1 << 30
+
+
+class CacheSize(NamedTuple):
+    """Blocks per group, and why."""
+
+    page_size: int
+    num_blocks: tuple[int, ...]
+    choices: tuple[Choice, ...]
+
+
+def group_layers(specs: Iterable[LayerSpec]) -> tuple[tuple[int | None, tuple[LayerSpec, ...]], ...]:
+    """Group layers by window, full attention first, in the order of the layers."""
+    groups: dict[int | None, list[LayerSpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.window, []).append(spec)
+    ordered = sorted(groups.items(), key=lambda item: (item[0] is not None, item[0] or 0))
+    return tuple((window, tuple(layers)) for window, layers in ordered)
+
+
+class PagedCache:
+    """Storage of all layers and the layout that the cache manager obeys.
+
+    Raises:
+        ConfigError: the memory cannot be allocated.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        specs: Sequence[LayerSpec],
+        page_size: int,
+        num_blocks: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        groups = group_layers(specs)
+        self._backend = backend
+        self.group_of_layer = {spec.layer: index for index, (_, layers) in enumerate(groups) for spec in layers}
+        self.group_of_window = {window: index for index, (window, _) in enumerate(groups)}
+        self.layout = CacheLayout(
+            page_size,
+            tuple(
+                CacheGroup(
+                    window,
+                    tuple(spec.layer for spec in layers),
+                    num_blocks[index],
+                    sum(backend.block_bytes(spec, page_size, dtype) for spec in layers),
+                )
+                for index, (window, layers) in enumerate(groups)
+            ),
+        )
+        try:
+            self.storage: dict[int, Any] = {
+                spec.layer: backend.allocate(spec, num_blocks[index], page_size, dtype, device)
+                for index, (_, layers) in enumerate(groups)
+                for spec in layers
+            }
+        except (RuntimeError, MemoryError) as error:
+            size = sum(group.num_blocks * group.block_bytes for group in self.layout.groups)
+            raise ConfigError(
+                f"the cache of {_size(size)} does not fit into memory; lower num_blocks or max_memory_percent"
+            ) from error
+
+    def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy whole blocks, in order (copy on write)."""
+        for copy in copies:
+            for layer in self.layout.groups[copy.group].layers:
+                self._backend.copy_block(self.storage[layer], copy.source, copy.target)
+
+    def close(self) -> None:
+        """Free the storage."""
+        self.storage = {}
+
+
+def choose_cache_size(
+    backend: AttentionBackend,
+    specs: Sequence[LayerSpec],
+    config: EngineConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CacheSize:
+    """Decide page size and blocks per group.
+
+    Raises:
+        ConfigError: the page size is not one of the backend's, or not even one short request would fit.
+    """
+    capabilities = backend.capabilities
+    page_size = config.page_size or capabilities.default_page_size
+    if capabilities.page_sizes and page_size not in capabilities.page_sizes:
+        allowed = ", ".join(map(str, capabilities.page_sizes))
+        raise ConfigError(f"attention {backend.name!r} needs page_size in {allowed}, not {page_size}")
+    why = "configured" if config.page_size else f"what attention {backend.name!r} prefers"
+    page_choice = Choice("page_size", str(page_size), why)
+
+    groups = group_layers(specs)
+    block_bytes = [sum(backend.block_bytes(spec, page_size, dtype) for spec in layers) for _, layers in groups]
+    if config.num_blocks is not None:
+        size = _size(config.num_blocks * sum(block_bytes))
+        choice = Choice("num_blocks", str(config.num_blocks), f"configured ({size})")
+        return CacheSize(page_size, (config.num_blocks,) * len(groups), (page_choice, choice))
+
+    budget, reason = _budget(config, device)
+    chunk = config.max_prefill_chunk or config.max_batch_tokens or 512
+
+    def blocks_for(num_tokens: int) -> list[int]:
+        num_requests = max(num_tokens // CPU_TOKENS_PER_REQUEST, 1)
+        blocks = []
+        for window, _ in groups:
+            held = num_tokens if window is None else min(num_tokens, num_requests * (window + chunk + 2 * page_size))
+            blocks.append(-(-held // page_size) + 1)
+        return blocks
+
+    def bytes_for(num_tokens: int) -> int:
+        return sum(count * size for count, size in zip(blocks_for(num_tokens), block_bytes, strict=True))
+
+    wanted = max(CPU_REQUESTS * CPU_TOKENS_PER_REQUEST, max_model_len) if device.type == "cpu" else 1 << 40
+    if config.max_memory_percent is not None:
+        wanted = 1 << 40
+    num_tokens = wanted
+    if bytes_for(num_tokens) > budget:
+        low, high = 0, num_tokens
+        while high - low > page_size:
+            middle = (low + high) // 2
+            low, high = (middle, high) if bytes_for(middle) <= budget else (low, middle)
+        num_tokens = low // page_size * page_size
+    elif device.type == "cpu":
+        if wanted == max_model_len and wanted > CPU_REQUESTS * CPU_TOKENS_PER_REQUEST:
+            reason = f"room for one request of {max_model_len} tokens"
+        else:
+            reason = f"room for {CPU_REQUESTS} requests of {CPU_TOKENS_PER_REQUEST} tokens"
+    if num_tokens < 2 * page_size:
+        raise ConfigError(
+            f"the cache has no room: {_size(budget)} allowed, one block takes {_size(sum(block_bytes))}; "
+            "raise max_memory_percent, set num_blocks, or free memory"
+        )
+    blocks = blocks_for(num_tokens)
+    choice = Choice(
+        "num_blocks",
+        " + ".join(map(str, blocks)),
+        f"{reason}: {num_tokens} tokens, {_size(bytes_for(num_tokens))}",
+    )
+    return CacheSize(page_size, tuple(blocks), (page_choice, choice))
+
+
+def _budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+    """Bytes that the cache may take, and the reason."""
+    share = config.max_memory_percent
+    if device.type == "cpu":
+        free = _free_memory()
+        if share is not None:
+            return int(free * share), f"max_memory_percent={share:g} of {_size(free)} free memory"
+        budget = min(CPU_MAX_BYTES, int(free * CPU_MAX_SHARE))
+        bound = _size(CPU_MAX_BYTES) if budget == CPU_MAX_BYTES else f"{CPU_MAX_SHARE:.0%} of {_size(free)} free memory"
+        return budget, f"bounded by {bound}"
+    if device.type != "cuda":
+        free = _free_memory()
+        return int(free * (share or CPU_MAX_SHARE)), f"{share or CPU_MAX_SHARE:.0%} of {_size(free)} free memory"
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    chosen = GPU_SHARE if share is None else share
+    budget = int(free * chosen) - (GPU_RESERVE_BYTES if share is None else 0)
+    return max(budget, 0), f"{chosen:.0%} of {_size(free)} free device memory"
+
+
+def _free_memory() -> int:
+    """Bytes of memory that can be had without swapping."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        import psutil
+    except ImportError:
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        except (AttributeError, OSError, ValueError):
+            return 8 << 30
+    return int(psutil.virtual_memory().available)
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1024:.1f} KiB"

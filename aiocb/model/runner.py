@@ -1,0 +1,130 @@
+"""Runs plans on any causal LM through the transformers seam, in plain torch. Worker thread only.
+
+    plan ─► copy blocks ─► pack ─► model (keys to pages, attention by the backend) ─► logits ─► sampler ─► result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from aiocb.attention import create_backend
+from aiocb.attention.base import AttentionBackend
+from aiocb.config import Choice, EngineConfig
+from aiocb.errors import ConfigError
+from aiocb.model.adapter import ModelAdapter, PagedHandler
+from aiocb.model.batch import pack
+from aiocb.model.kv import PagedCache, choose_cache_size
+from aiocb.step import CacheLayout, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["Sampler", "TorchRunner"]
+
+Sampler = Callable[[Tensor, StepPlan], StepResult]
+"""Takes logits [N, V], `num_logits` rows of each entry in the plan's order, and returns the step's result."""
+
+
+class TorchRunner:
+    """A `step.Runner` for any causal LM that transformers runs.
+
+    Args:
+        model: in eval mode; left as it was found whenever no step runs.
+        config: page size, blocks, memory and attention are taken from it.
+        sampler: called once per step.
+        max_model_len: most tokens of a request.
+        check_parity: compare one prompt with the model's own forward.
+
+    Raises:
+        ConfigError: the model, the attention backend or the cache cannot work.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        sampler: Sampler,
+        *,
+        max_model_len: int,
+        check_parity: bool = True,
+    ) -> None:
+        self._adapter = ModelAdapter(model)
+        self._sampler = sampler
+        self._max_model_len = max_model_len
+        self._backend, attention_choice = _choose_backend(self._adapter, config)
+        specs = tuple(self._adapter.specs.values())
+        adapter = self._adapter
+        size = choose_cache_size(self._backend, specs, config, max_model_len, adapter.dtype, adapter.device)
+        if check_parity:
+            pass
+        self._cache = PagedCache(
+            self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device
+        )
+        self.choices: Sequence[Choice] = (attention_choice, *size.choices)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """The paged cache that this runner holds."""
+        return self._cache.layout
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the logits."""
+        return self._adapter.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens (prompt and output) of a request."""
+        return self._max_model_len
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the model once over the plan and sample."""
+        with torch.inference_mode():
+            return self._sampler(self.logits(plan), plan)
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Run the model once over the plan: copies blocks, writes keys and values; returns logits [N, V]."""
+        return run_plan(self._adapter, self._backend, self._cache, plan)
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen and why, one line per choice."""
+        return {choice.name: f"{choice.value} ({choice.reason})" for choice in self.choices}
+
+    def close(self) -> None:
+        """Free the cache. Idempotent; the model is as it was found."""
+        self._cache.close()
+
+
+def run_plan(adapter: ModelAdapter, backend: AttentionBackend, cache: PagedCache, plan: StepPlan) -> Tensor:
+    """Copy blocks, pack, and run the model: logits [N, V]."""
+    if plan.block_copies:
+        cache.copy_blocks(plan.block_copies)
+    if not plan.entries:
+        return torch.empty(0, adapter.vocab_size, device=adapter.device)
+    packed = pack(plan, cache.layout, adapter.device, adapter.dtype)
+    handler = PagedHandler(backend, cache, adapter.specs, packed.batch)
+    return adapter.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)
+
+
+def _choose_backend(adapter: ModelAdapter, config: EngineConfig) -> tuple[AttentionBackend, Choice]:
+    """Take the configured backend, else the first that can run every layer."""
+    dtype = str(adapter.dtype).removeprefix("torch.")
+    device = adapter.device.type
+
+    def refusal(backend: AttentionBackend) -> str | None:
+        reasons = (backend.capabilities.refusal(spec, device, dtype) for spec in adapter.specs.values())
+        return next((reason for reason in reasons if reason is not None), None)
+
+    if config.attention is not None:
+        backend = create_backend(config.attention)
+        reason = refusal(backend)
+        if reason is not None:
+            raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
+        return backend, Choice("attention", config.attention, "configured")
+    backend = create_backend("sdpa")
+    return backend, Choice("attention", "sdpa", f"plain torch on {device}")
