@@ -1,0 +1,248 @@
+"""Worker thread: how a tokenizer's ids become text.
+
+For almost every tokenizer `decode` is a join of pieces: what a token contributes depends on the token and on whether
+it is the first, not on its neighbours. `TokenText` works the pieces out one by one as tokens appear (a table of a
+262k vocabulary would take longer to build than a whole answer) and compares the result with `tokenizer.decode` on
+probe sequences before it is trusted. A tokenizer that fails the comparison gets a window of tokens that is decoded
+again and again instead.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from aiocb.engine.pieces import Detokenizer, Piece, PieceDetokenizer, Pieces, Replacer, WindowDetokenizer
+from aiocb.engine.stop_strings import StopMatcher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Detokenizer", "StopMatcher", "TokenText"]
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
+# transformers' clean_up_tokenization: one pass over the whole text each, in this order.
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+_PROBE_TEXTS = (
+    "Hello, world! It's a test; don't we 've 're ' x ' know?  Two  spaces.\n\ttabs\r\n",
+    "naïve café Ελλάδα Привет 日本語 한국어 العربية हिन्दी ไทย",
+    "😀 👩‍👩‍👧‍👦 🇩🇪 e\u0301 \u200b \ufeff 𓀀𓂀 ▁ _ Ġ",
+    "def f(x):\n    return {'a': [1, 2.5e-3], \"b\": x != 0}  # 1,234 . ! ? ,",
+)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable characters that stand for bytes in byte-level vocabularies (GPT-2's table)."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in kept}
+    others = (byte for byte in range(256) if chr(byte) not in alphabet)
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+class TokenText:
+    """How one tokenizer turns ids into text. Built once, used for every request; not changed by them.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None (then there is no text).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._tokenizer: Any = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._special: frozenset[str] = frozenset()
+        self._strip = ("", 0)
+        self._is_byte_level = False
+        self._has_byte_fallback = False
+        self._is_cleaned = False
+        self._anchor: tuple[list[int], str] = ([], "")
+        self._tables: dict[bool, tuple[Pieces, Pieces]] = {}
+        self._is_prepared = tokenizer is None
+
+    def prepare(self) -> None:
+        """Choose the path and prove it (tens of milliseconds). Idempotent; `detokenizer` does it when it must."""
+        if self._is_prepared:
+            return
+        self._special = frozenset(_special_tokens(self._tokenizer, self._backend))
+        self._read_decoder()
+        self._anchor = self._find_anchor()
+        probes = self._probes()
+        self._is_cleaned = _is_cleaned(self._tokenizer, self._backend) and all(
+            _clean_up(self._decode_raw(ids, False)) == self._decode(ids, False) for ids in probes
+        )
+        tables = {skip: self._make_tables(skip) for skip in (True, False)}
+        if all(self._is_equal(tables[skip], ids, skip) for skip in tables for ids in probes):
+            self._tables = tables
+        self._is_prepared = True
+
+    def _is_equal(self, tables: tuple[Pieces, Pieces], ids: list[int], skip: bool) -> bool:
+        detokenizer = self._with_pieces(tables)
+        text = "".join([detokenizer.push((token_id,)) for token_id in ids]) + detokenizer.flush()
+        return text == self._decode(ids, skip)
+
+    @property
+    def is_exact(self) -> bool:
+        """True when the fast path was proven for this tokenizer."""
+        self.prepare()
+        return bool(self._tables)
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Contents of the tokens that `skip_special_tokens` leaves out."""
+        self.prepare()
+        return self._special
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Return a fresh detokenizer for one request."""
+        if self._tokenizer is None:
+            return Detokenizer()
+        self.prepare()
+        if self._tables:
+            return self._with_pieces(self._tables[skip_special_tokens])
+        decode = self._decode_raw if self._is_cleaned else self._decode
+        return WindowDetokenizer(lambda ids: decode(ids, skip_special_tokens), self._stages())
+
+    def piece(self, token_id: int) -> bytes:
+        """What the token contributes in the middle of a text, specials included; b"" when that is not known."""
+        if self._tokenizer is None:
+            return b""
+        self.prepare()
+        piece = self._tables[False][0][token_id] if self._tables else self._decode_raw([token_id], False)
+        if isinstance(piece, str):
+            return piece.encode("utf-8", "surrogatepass")
+        return bytes((piece,)) if isinstance(piece, int) else piece or b""
+
+    def _with_pieces(self, tables: tuple[Pieces, Pieces]) -> PieceDetokenizer:
+        return PieceDetokenizer(*tables, self._strip, self._stages())
+
+    def _stages(self) -> list[Replacer]:
+        return [Replacer(old, new) for old, new in _CLEAN_UP] if self._is_cleaned else []
+
+    def _decode(self, ids: list[int], skip: bool) -> str:
+        """The text that counts."""
+        if self._backend is None:
+            ids = [token_id for token_id in ids if self._token(token_id) is not None]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip))
+
+    def _decode_raw(self, ids: list[int], skip: bool) -> str:
+        """The same without transformers' clean-up."""
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=skip))
+        ids = [token_id for token_id in ids if self._token(token_id) is not None]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+
+    def _token(self, token_id: int) -> str | None:
+        if self._backend is not None:
+            token: str | None = self._backend.id_to_token(token_id)
+            return token
+        try:
+            token = self._tokenizer.convert_ids_to_tokens(token_id)
+        except Exception:  # a Python tokenizer raises what it likes for an id between its vocabulary and the model's
+            return None
+        return token if isinstance(token, str) else None
+
+    def _read_decoder(self) -> None:
+        decoder = getattr(self._backend, "decoder", None)
+        if decoder is None:
+            return
+        state = json.loads(decoder.__getstate__())
+        steps = state["decoders"] if state["type"] == "Sequence" else [state]
+        kinds = [step["type"] for step in steps]
+        self._is_byte_level = kinds == ["ByteLevel"]
+        self._has_byte_fallback = "ByteFallback" in kinds
+        if "Fuse" in kinds and kinds[-1] == "Strip":  # of the whole text; before Fuse it is of each token
+            self._strip = (steps[-1]["content"], steps[-1]["start"])
+
+    def _find_anchor(self) -> tuple[list[int], str]:
+        """A token that stands in front while another one's text is read off."""
+        encoded = self._tokenizer.encode("a", add_special_tokens=False)
+        for token_id in (*encoded, *range(min(1000, len(self._tokenizer)))):
+            text = self._decode_raw([token_id], False)
+            if text.strip().isalnum() and text.isascii() and self._token(token_id) not in self._special:
+                return [token_id], text
+        return [], ""
+
+    def _make_tables(self, skip: bool) -> tuple[Pieces, Pieces]:
+        alphabet = _byte_alphabet() if self._is_byte_level else {}
+        anchor, anchor_text = self._anchor
+
+        def middle(token_id: int) -> Piece:
+            token = self._token(token_id)
+            if token is None or (skip and token in self._special):
+                return None
+            if alphabet:
+                try:
+                    piece = bytes([alphabet[character] for character in token])
+                except KeyError:  # an added token with characters outside of the alphabet stands for itself
+                    piece = token.encode()
+                try:
+                    return piece.decode()
+                except UnicodeDecodeError:
+                    return piece
+            if self._has_byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+                return int(match[1], 16)
+            return self._decode_raw([*anchor, token_id], skip)[len(anchor_text) :]
+
+        pieces = Pieces(middle)
+        if alphabet or self._strip[1]:
+            return pieces, pieces
+
+        def first(token_id: int) -> Piece:
+            piece = pieces[token_id]
+            return self._decode_raw([token_id], skip) if isinstance(piece, str) else piece
+
+        return pieces, Pieces(first)
+
+    def _probes(self) -> list[list[int]]:
+        """Sequences that show how this tokenizer decodes: random ones, texts, bytes, specials."""
+        chance = random.Random(0)
+        size = len(self._tokenizer)
+        encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in _PROBE_TEXTS]
+        special = [i for i in getattr(self._tokenizer, "all_special_ids", []) if i is not None] or [0]
+        byte_ids = []
+        if self._has_byte_fallback:
+            found = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+            byte_ids = [token_id for token_id in found if token_id is not None]
+        probes = [[], *encoded, [*special[:8], *encoded[0][:4], *special[:8]]]
+        pools = [range(size), [token_id for ids in encoded for token_id in ids], byte_ids, special]
+        for length in (1, 2, 3, 8, 24):
+            for _ in range(12):
+                # A pool per sequence, or a mixture: both pure runs and every kind of neighbour occur.
+                pool = chance.choice(pools[:3])
+                mixed = [chance.choice(chance.choice(pools) or range(size)) for _ in range(length)]
+                probes.append([chance.choice(pool) for _ in range(length)] if pool else mixed)
+                probes.append(mixed)
+        return probes
+
+
+def _special_tokens(tokenizer: Any, backend: Any) -> Iterable[str]:
+    if backend is None:
+        return [str(token) for token in getattr(tokenizer, "all_special_tokens", ())]
+    return [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
+
+
+def _is_cleaned(tokenizer: Any, backend: Any) -> bool:
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    return backend is None or type(backend.model).__name__ != "BPE" or bool(forced)
+
+
+def _clean_up(text: str) -> str:
+    for old, new in _CLEAN_UP:
+        text = text.replace(old, new)
+    return text

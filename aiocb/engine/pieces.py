@@ -1,0 +1,242 @@
+"""Worker thread: the per-request side of detokenization, from pieces of text and bytes to text.
+
+token id ─► piece ─► code points ─► strip ─► replacements (clean-up) ─► text that is certain
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+
+__all__ = ["MAX_BYTE_RUN", "Detokenizer", "Piece", "PieceDetokenizer", "Pieces", "Replacer", "WindowDetokenizer"]
+
+MAX_BYTE_RUN = 64
+"""Byte tokens held back at most. `decode` turns a whole run of byte tokens into U+FFFD when one of them breaks it, so
+a run has to be held until it ends; a script that a vocabulary lacks altogether would never be shown without a bound."""
+
+_MAX_WINDOW = 16
+_REPLACEMENT = "\ufffd"
+_utf8 = codecs.getincrementaldecoder("utf-8")
+
+Piece = str | bytes | int | None
+"""Text; bytes that are no text on their own; a byte of a run (byte fallback); or None for a token that is left out."""
+
+
+class Pieces(dict[int, Piece]):
+    """Id to piece, filled on first use."""
+
+    __slots__ = ("_compute",)
+
+    def __init__(self, compute: Callable[[int], Piece]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> Piece:
+        piece = self[token_id] = self._compute(token_id)
+        return piece
+
+
+class Replacer:
+    """`str.replace` on a text that arrives in parts; holds back only what may still become the pattern."""
+
+    __slots__ = ("_held", "_new", "_old")
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new, self._held = old, new, ""
+
+    def push(self, text: str) -> str:
+        """Return what is certain."""
+        parts = (self._held + text).split(self._old)
+        text = self._new.join(parts)
+        tail = parts[-1]
+        length = min(len(self._old) - 1, len(tail))
+        while length and not tail.endswith(self._old[:length]):
+            length -= 1
+        self._held = tail[len(tail) - length :]
+        return text[: len(text) - length]
+
+    def flush(self) -> str:
+        """Return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Detokenizer:
+    """Text of one request, token by token. This base is for engines without a tokenizer: it yields nothing.
+
+    `"".join(every push) + flush()` equals `tokenizer.decode(all ids, skip_special_tokens=...)`. No delta ends within
+    a code point, and no more than a few tokens are held back (`MAX_BYTE_RUN` at the very most: a longer run of byte
+    tokens is released as far as it is valid, even though `decode` would take it back if the run broke later).
+    """
+
+    __slots__ = ()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take further tokens and return the text that is certain now."""
+        return ""
+
+    def flush(self) -> str:
+        """Return what is still held, as `decode` renders it at the end of a sequence; no `push` may follow."""
+        return ""
+
+
+class PieceDetokenizer(Detokenizer):
+    """Joins pieces: O(1) per token and, when nothing is pending, one dictionary look-up."""
+
+    __slots__ = (
+        "_decoder",
+        "_first",
+        "_held",
+        "_is_broken",
+        "_is_direct",
+        "_is_first",
+        "_is_released",
+        "_num_held",
+        "_pieces",
+        "_stages",
+        "_strip",
+    )
+
+    def __init__(self, pieces: Pieces, first: Pieces, strip: tuple[str, int], stages: list[Replacer]) -> None:
+        self._pieces = pieces
+        self._first = first
+        self._strip = strip
+        self._stages = stages
+        self._decoder: codecs.IncrementalDecoder | None = None  # has seen part of a code point or of a byte run
+        self._is_first = True
+        self._is_direct = False
+        # Of a run of byte tokens: text that is complete, bytes not yet released, and what has become of the run.
+        self._held = ""
+        self._num_held = 0
+        self._is_broken = False
+        self._is_released = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer.push`."""
+        if self._is_direct and len(token_ids) == 1:
+            piece = self._pieces[token_ids[0]]
+            if type(piece) is str:
+                return piece
+        parts: list[str] = []
+        for token_id in token_ids:
+            piece = self._pieces[token_id]
+            if piece is None:
+                continue
+            if self._is_first:
+                self._is_first = False
+                piece = self._first[token_id]
+            if isinstance(piece, str):
+                if self._decoder is not None:
+                    parts.append(self._end_bytes())
+                parts.append(piece)
+            elif isinstance(piece, bytes):
+                parts.append(self._push_bytes(piece))
+            elif piece is not None:
+                parts.append(self._push_byte(piece))
+        text = self._finish("".join(parts))
+        self._is_direct = not (self._is_first or self._decoder is not None or self._strip[1] or self._stages)
+        return text
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        text = self._finish(self._end_bytes() if self._decoder is not None else "")
+        for index, stage in enumerate(self._stages):
+            held = stage.flush()
+            for later in self._stages[index + 1 :]:
+                held = later.push(held)
+            text += held
+        return text
+
+    def _push_bytes(self, piece: bytes) -> str:
+        # Byte-level vocabularies: bytes join across tokens; a broken sequence costs one U+FFFD and no more.
+        if self._decoder is None:
+            self._decoder = _utf8("replace")
+        text = self._decoder.decode(piece)
+        if not self._decoder.getstate()[0]:
+            self._decoder = None
+        return text
+
+    def _push_byte(self, byte: int) -> str:
+        # Byte fallback: a run of byte tokens is text if the whole run is valid, else each of its bytes is a U+FFFD.
+        if self._is_broken:
+            return _REPLACEMENT
+        if self._decoder is None:
+            self._decoder = _utf8("strict")
+        self._num_held += 1
+        try:
+            self._held += self._decoder.decode(bytes((byte,)))
+        except UnicodeDecodeError:
+            self._is_broken = True
+            return _REPLACEMENT * self._num_held
+        if self._num_held < MAX_BYTE_RUN and not self._is_released:
+            return ""
+        self._is_released = True
+        self._num_held = len(self._decoder.getstate()[0])
+        text, self._held = self._held, ""
+        return text
+
+    def _end_bytes(self) -> str:
+        decoder = self._decoder
+        assert decoder is not None
+        if decoder.errors == "replace":
+            text = decoder.decode(b"", final=True)
+        elif self._is_broken:
+            text = ""
+        elif decoder.getstate()[0]:
+            text = _REPLACEMENT * self._num_held
+        else:
+            text = self._held
+        self._decoder, self._held, self._num_held = None, "", 0
+        self._is_broken = self._is_released = False
+        return text
+
+    def _finish(self, text: str) -> str:
+        content, count = self._strip
+        if count and text:
+            rest = text[:count].lstrip(content) + text[count:]
+            removed = len(text) - len(rest)
+            self._strip = (content, 0 if rest else count - removed)
+            text = rest
+        for stage in self._stages:
+            text = stage.push(text)
+        return text
+
+
+class WindowDetokenizer(Detokenizer):
+    """Decodes a window of the latest tokens: for tokenizers whose pieces are not independent."""
+
+    __slots__ = ("_decode", "_ids", "_parts", "_read", "_stages", "_start")
+
+    def __init__(self, decode: Callable[[list[int]], str], stages: list[Replacer]) -> None:
+        self._decode = decode
+        self._stages = stages
+        self._ids: list[int] = []
+        self._parts: list[str] = []
+        self._start = 0
+        self._read = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer.push`."""
+        ids = self._ids
+        ids.extend(token_ids)
+        before = self._decode(ids[self._start : self._read])
+        text = self._decode(ids[self._start :])
+        is_full = len(ids) - self._read >= _MAX_WINDOW
+        if not is_full and (len(text) <= len(before) or text.endswith(_REPLACEMENT)):
+            return ""
+        self._start, self._read = self._read, len(ids)
+        text = text[len(before) :]
+        for stage in self._stages:
+            text = stage.push(text)
+        self._parts.append(text)
+        return text
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        # Once per request the whole is decoded, so that what the window got wrong at the end comes right.
+        text = self._decode(self._ids)
+        for stage in self._stages:
+            stage.flush()
+            text = stage.push(text) + stage.flush()
+        emitted = "".join(self._parts)
+        return text[len(emitted) :] if text.startswith(emitted) else ""
