@@ -1,0 +1,8 @@
+"""Sampling: from a step's logits to its tokens and log-probabilities. Torch; used in the worker thread only."""
+
+from __future__ import annotations
+
+from aiocb.sampling.sampler import Sampler, is_greedy_plain
+from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, SelectionParams
+
+__all__ = ["EMPTY_ROW", "INVALID_ROW", "Sampler", "SelectionParams", "is_greedy_plain"]

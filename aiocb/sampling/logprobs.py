@@ -1,0 +1,129 @@
+"""Log-probabilities of chosen tokens and of prompts, with ranks and the most likely alternatives.
+
+Two distributions, both returned as plain numbers:
+
+- raw: log-softmax of the model's own logits in float32, before any penalty, ban, bias, temperature or truncation;
+- processed: of what the token was really drawn from. Sampled: after the temperature and over the kept tokens only.
+  Greedy: after penalties, bans, biases and processors.
+
+Every number is JSON-ready: a token of probability 0 is left out of `top`, and where the token itself has probability
+0 (a processor forced it, or a prompt holds it) its value is `LOWEST_LOGPROB`, as OpenAI returns it.
+
+Legend: N rows, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from aiocb.sampling.selection import (
+    SelectionParams,
+    iterate_kept,
+    row_argmax,
+    sorted_candidates,
+)
+from aiocb.step import TokenLogprobs
+
+__all__ = ["LOWEST_LOGPROB", "full_logprobs", "processed_logprobs", "raw_logprobs"]
+
+LOWEST_LOGPROB = -9999.0
+
+_ROWS_AT_ONCE = 64
+_HIGHEST = torch.finfo(torch.float32).max
+
+
+def raw_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Log-probabilities under the model's own distribution, a few rows at a time.
+
+    Args:
+        logits: of the model, [N, V], any float type, no NaN. Not changed.
+        token_ids: the token of each row, [N].
+        num_top: how many alternatives each row wants, [N].
+    """
+    return [
+        one
+        for start in range(0, len(token_ids), _ROWS_AT_ONCE)
+        for one in full_logprobs(
+            logits[start : start + _ROWS_AT_ONCE].to(torch.float32).clamp(max=_HIGHEST).log_softmax(dim=-1),
+            token_ids[start : start + _ROWS_AT_ONCE],
+            num_top[start : start + _ROWS_AT_ONCE],
+        )
+    ]
+
+
+def full_logprobs(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> Iterator[TokenLogprobs]:
+    """Read tokens, ranks and alternatives off log-probabilities of the whole vocabulary, [N, V] float32."""
+    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])  # [N, 1]
+    ranks = (logprobs > chosen).sum(dim=1) + 1
+    values, ids = _most_likely(logprobs, num_top)
+    for token_id, value, rank, size, top_values, top_ids in zip(
+        token_ids, chosen[:, 0].tolist(), ranks.tolist(), num_top, values.tolist(), ids.tolist(), strict=True
+    ):
+        yield _build(token_id, value, rank, list(zip(top_ids[:size], top_values[:size], strict=True)))
+
+
+def _most_likely(logprobs: Tensor, num_top: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The values and ids of at least `max(num_top)` tokens, most likely first; equal ones by their id."""
+    width = min(max(num_top, default=0), logprobs.shape[1])
+    if not width:
+        return logprobs[:, :0], torch.empty((len(logprobs), 0), dtype=torch.int64)
+    candidates = sorted_candidates(logprobs, width)
+    if not candidates.counts.all():  # too many equal values
+        candidates = sorted_candidates(logprobs, logprobs.shape[1])
+    return candidates.values[:, :width], candidates.ids[:, :width]
+
+
+def processed_logprobs(
+    logits: Tensor, params: SelectionParams, is_truncated: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """Log-probabilities under the distribution that the tokens were drawn from.
+
+    Args:
+        logits: processed, [N, V] float32, every row with a finite maximum or +inf. Not changed.
+        params: of these rows.
+        is_truncated: rows whose token was drawn from a truncated vocabulary, [N] bool.
+        token_ids: the token of each row, [N].
+        num_top: how many alternatives each row wants, [N].
+    """
+    result: list[TokenLogprobs | None] = [None] * len(token_ids)
+    logits = logits.clamp(max=_HIGHEST)
+    rows = (~is_truncated).nonzero()[:, 0]
+    if len(rows):
+        whole = logits[rows]
+        maxima = row_argmax(whole)[1]
+        temperature = params.temperature[rows]
+        # Greedy rows have no temperature.
+        divisor = torch.where(temperature > 0, temperature, 1.0).clamp(1e-30, 1e30).to(torch.float32)
+        logprobs = torch.sub(whole, maxima[:, None]).div_(divisor[:, None]).log_softmax(dim=-1)
+        picked = rows.tolist()
+        found = full_logprobs(logprobs, [token_ids[row] for row in picked], [num_top[row] for row in picked])
+        for row, one in zip(picked, found, strict=True):
+            result[row] = one
+    rows = is_truncated.nonzero()[:, 0]
+    if len(rows):
+        part = logits[rows]
+        for indices, kept in iterate_kept(part, row_argmax(part)[1], params.subset(rows)):
+            totals = kept.weights.cumsum(dim=1)[:, -1].log().tolist()
+            for at, row in enumerate(rows[indices].tolist()):
+                present = kept.weights[at] > 0
+                values = (kept.log_weights[at][present] - totals[at]).tolist()
+                pairs = list(zip(kept.ids[at][present].tolist(), values, strict=True))
+                token_id = token_ids[row]
+                value = next((value for candidate, value in pairs if candidate == token_id), -math.inf)
+                rank = sum(other > value for other in values) + 1
+                result[row] = _build(token_id, value, rank, pairs[: num_top[row]])
+    assert all(one is not None for one in result)
+    return [one for one in result if one is not None]
+
+
+def _build(token_id: int, value: float, rank: int, top: list[tuple[int, float]]) -> TokenLogprobs:
+    """Make the result finite and let `top` include the token itself."""
+    value = max(value, LOWEST_LOGPROB)
+    top = [(other, number) for other, number in top if number > -math.inf]
+    if all(other != token_id for other, _ in top):
+        top.append((token_id, value))
+    return TokenLogprobs(token_id, value, rank, tuple(top))
