@@ -14,7 +14,11 @@ AiocbError
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from aiocb.outputs import Completion
 
 __all__ = [
     "AiocbError",
@@ -39,7 +43,13 @@ class ConfigError(AiocbError, ValueError):
 
 
 class RequestError(AiocbError):
-    """One request has ended with an error; no other request is affected."""
+    """One request has ended with an error; no other request is affected.
+
+    Attributes:
+        partial: what an awaited request (`generate`) had produced before, one `Completion` per sample.
+    """
+
+    partial: Sequence[Completion] = ()
 
 
 class InvalidRequest(RequestError, ValueError):

@@ -1,0 +1,186 @@
+"""Many prompts at once: all results in order, or each as it finishes. Runs in the caller's task, opens no other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from aiocb.errors import QueueFull, RequestError, RequestTimeout
+from aiocb.outputs import Completion, FinishReason, RequestMetrics, Usage
+
+if TYPE_CHECKING:
+    from aiocb.engine.stream import Stream
+
+__all__ = ["CompletionIterator", "run_batch"]
+
+
+async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions: bool) -> list[Completion]:
+    """Submit all streams, then collect them in order.
+
+    What finishes early waits in its slot, so no task per prompt is needed, and one failure or cancellation aborts the
+    rest at once.
+
+    Raises:
+        RequestError, EngineError: the first failure, unless `return_exceptions`.
+    """
+    bar = None
+    if progress:
+        from tqdm.auto import tqdm
+
+        bar = tqdm(total=len(streams), unit="request")
+    refused: dict[int, RequestError] = {}
+    results: list[Completion] = []
+    try:
+        for index, stream in enumerate(streams):
+            stream._spec.stream_interval = None
+            try:
+                await stream._open(None if bar is None else bar.update)
+            except RequestError as error:
+                if not return_exceptions:
+                    raise
+                refused[index] = error
+        for index, stream in enumerate(streams):
+            if index in refused:
+                results.append(failed_completion(stream, refused[index]))
+                continue
+            try:
+                results.extend(await stream.completions())
+            except RequestError as error:
+                if not return_exceptions:
+                    raise
+                results.append(failed_completion(stream, error))
+    finally:
+        for stream in streams:
+            stream.close()
+        if bar is not None:
+            bar.close()
+    return results
+
+
+def failed_completion(stream: Stream, error: RequestError) -> Completion:
+    """The completion that stands for a failed request."""
+    reason: FinishReason = "timeout" if isinstance(error, RequestTimeout) else "error"
+    partial = error.partial[0] if error.partial else None
+    prompt = tuple(stream._spec.prompt_token_ids)
+    return Completion(
+        stream.request_id,
+        0,
+        "" if partial is None else partial.text,
+        () if partial is None else partial.token_ids,
+        None if partial is None else partial.logprobs,
+        reason,
+        None,
+        Usage(len(prompt), 0) if partial is None else partial.usage,
+        prompt,
+        RequestMetrics(None, None, 0.0) if partial is None else partial.metrics,
+        None,
+        error,
+    )
+
+
+class _Board:
+    """Which streams have ended. Slots refer to it, and it refers to no stream: dropping the iterator aborts at once."""
+
+    __slots__ = ("ended", "waiter")
+
+    def __init__(self) -> None:
+        self.ended: deque[int] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+
+    def add(self, index: int) -> None:
+        self.ended.append(index)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class CompletionIterator:
+    """An async iterator of `Completion`, each as it finishes. Leaving it aborts what is still running."""
+
+    def __init__(self, streams: list[Stream], *, return_exceptions: bool) -> None:
+        self._waiting = deque(enumerate(streams))
+        self._open: dict[int, Stream] = {}
+        self._board = _Board()
+        self._refused: deque[Completion] = deque()
+        self._return_exceptions = return_exceptions
+
+    def __aiter__(self) -> CompletionIterator:
+        return self
+
+    async def __anext__(self) -> Completion:
+        """Return the next completion that is there.
+
+        Raises:
+            StopAsyncIteration: all have been returned.
+            RequestError, EngineError: a request failed (unless `return_exceptions`); the rest is aborted.
+        """
+        board = self._board
+        try:
+            await self._submit_more()
+            while not board.ended and not self._refused:
+                if not self._open:
+                    raise StopAsyncIteration
+                board.waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await board.waiter
+                finally:
+                    board.waiter = None
+            if self._refused:
+                return self._refused.popleft()
+            stream = self._open.pop(board.ended.popleft())
+            try:
+                return (await stream.completions())[0]
+            except RequestError as error:
+                if not self._return_exceptions:
+                    raise
+                return failed_completion(stream, error)
+        except StopAsyncIteration:
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    async def _submit_more(self) -> None:
+        """Submit what the queue takes; wait for room only when nothing runs that could end first."""
+        while self._waiting:
+            index, stream = self._waiting[0]
+            stream._spec.stream_interval = None
+            on_full = stream._spec.on_full
+            if self._open:
+                stream._spec.on_full = "refuse"
+            try:
+                await stream._open(partial(self._board.add, index))
+            except QueueFull:
+                stream._spec.on_full = on_full
+                if on_full == "wait":
+                    return
+                raise
+            except RequestError as error:
+                if not self._return_exceptions:
+                    raise
+                self._refused.append(failed_completion(stream, error))
+            else:
+                self._open[index] = stream
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Abort everything that has not been returned. Synchronous, idempotent."""
+        self._waiting.clear()
+        for stream in self._open.values():
+            stream.close()
+        self._open.clear()
+        self._board.ended.clear()
+
+    async def aclose(self) -> None:
+        """The same as `close()`; never waits."""
+        self.close()
+
+    async def __aenter__(self) -> CompletionIterator:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

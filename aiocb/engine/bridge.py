@@ -1,0 +1,250 @@
+"""The way from the worker thread to one event loop. The only file with loop-specific lines.
+
+```
+worker thread                         │ event loop
+core.step() ─► Bridge.post(batch) ────┼─call_soon_threadsafe─► send_nowait ─►[anyio memory channel]─► dispatcher ─► Lane.push
+               one call per step      │                                        one batch per step
+```
+
+One anyio memory channel per event loop carries one batch per step. Tokens are never in a hand-off to a reader: the
+dispatcher puts them into the reader's `Lane` and only then wakes it. The dispatcher is a task that this object owns;
+it lives while streams of its loop are open, so nothing is left behind in an idle loop, and cancelling it (as
+`asyncio.run` does at its end) ends the streams of that loop and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from aiocb.engine.slot import Delivery, End, Lane, Slot
+from aiocb.errors import EngineClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Bridge", "LoopBridge", "Signal"]
+
+
+class Bridge(Protocol):
+    """What the worker needs of a place that reads deliveries."""
+
+    num_submitted: int
+    """Lanes handed to the worker so far; written by this side only."""
+
+    outbox: list[Delivery]
+    """The current step's deliveries; the worker's own."""
+
+    @property
+    def is_waiting_for_room(self) -> bool:
+        """True when somebody waits for a place in the bounded queue."""
+
+    def post(self, batch: list[Delivery]) -> bool:
+        """Hand over one step's deliveries (worker thread). False when the other side is gone."""
+
+    def lane_ended(self, lane: Lane) -> None:
+        """Count a lane's end (called where the batch is read)."""
+
+    def wake(self, slot: Slot) -> None:
+        """Wake the parked reader of a slot, from any thread."""
+
+
+class LoopBridge:
+    """A `Bridge` to an asyncio or uvloop event loop.
+
+    Args:
+        loop: the event loop that the streams belong to.
+        has_room: tells, for a number of lanes, whether the bounded queue has room for them.
+        abandon: called with a slot whose readers can no longer be served.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, has_room: Callable[[int], bool], abandon: Callable[[Slot], None]
+    ) -> None:
+        self.loop = loop
+        self.outbox: list[Delivery] = []
+        self.num_submitted = 0
+        self.num_reserved = 0  # places promised to submissions that have been woken but have not registered yet
+        self.num_wakeups = 0
+        self._has_room = has_room
+        self._abandon = abandon
+        self._open: set[Lane] = set()
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._channel: tuple[MemoryObjectSendStream[list[Delivery]], MemoryObjectReceiveStream[list[Delivery]]] | None
+        self._channel = None
+        self._dispatcher: asyncio.Task[None] | None = None
+        self._context = contextvars.Context()
+
+    # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def post(self, batch: list[Delivery]) -> bool:
+        """Schedule one callback on the loop; False when the loop is closed."""
+        try:
+            self.loop.call_soon_threadsafe(self._arrived, batch, context=self._context)
+        except RuntimeError:
+            return False
+        return True
+
+    def wake(self, slot: Slot) -> None:
+        """Wake a parked reader from any thread; in the loop's own thread at once."""
+        if asyncio._get_running_loop() is self.loop:
+            slot.wake()
+            return
+        try:
+            self.loop.call_soon_threadsafe(slot.wake, context=self._context)
+        except RuntimeError:
+            pass  # the loop is closed: nobody can be parked in it
+
+    @property
+    def is_waiting_for_room(self) -> bool:
+        """True when a submission waits for the queue (read by the worker without a lock)."""
+        return bool(self._waiting)
+
+    # ── loop thread ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def register(self, lanes: tuple[Lane, ...]) -> None:
+        """Count lanes as open and make sure that their deliveries are read."""
+        self._open.update(lanes)
+        self.num_submitted += len(lanes)
+        if self._dispatcher is None:
+            self._channel = anyio.create_memory_object_stream[list[Delivery]](math.inf)
+            self._dispatcher = self.loop.create_task(
+                self._dispatch(self._channel[1]), name="aiocb dispatcher", context=self._context.copy()
+            )
+
+    def lane_ended(self, lane: Lane) -> None:
+        """Forget a lane that has had its end."""
+        self._open.discard(lane)
+
+    @property
+    def open_lanes(self) -> int:
+        """Lanes that have not ended yet."""
+        return len(self._open)
+
+    async def wait_for_room(self, count: int) -> None:
+        """Return when the bounded queue has room for `count` lanes; first come, first served."""
+        if not self._waiting and self._has_room(count):
+            return
+        future: asyncio.Future[None] = self.loop.create_future()
+        entry = (future, count)
+        self._waiting.append(entry)
+        # The worker reads `is_waiting_for_room` after it made room: look again, now that it can see this entry.
+        self._admit_waiting()
+        try:
+            await future
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif future.done() and not future.cancelled() and future.exception() is None:
+                self.num_reserved -= count
+            self._admit_waiting()
+            raise
+        self.num_reserved -= count
+
+    def fail_waiting(self, make_error: Callable[[], Exception]) -> None:
+        """End everybody who waits for room, because the engine is closed or dead (any thread)."""
+        try:
+            self.loop.call_soon_threadsafe(self._fail_waiting, make_error, context=self._context)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits in it
+
+    def _fail_waiting(self, make_error: Callable[[], Exception]) -> None:
+        while self._waiting:
+            future, _ = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(make_error())
+
+    def _admit_waiting(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0][1]):
+            future, count = self._waiting.popleft()
+            if not future.done():
+                self.num_reserved += count
+                future.set_result(None)
+
+    def _arrived(self, batch: list[Delivery]) -> None:
+        self.num_wakeups += 1
+        if self._channel is not None:
+            self._channel[0].send_nowait(batch)
+        else:
+            self._deliver(batch)
+
+    def _deliver(self, batch: list[Delivery]) -> None:
+        for lane, token_ids, text, logprobs, end in batch:
+            lane.push(token_ids, text, logprobs, end)
+        if self._waiting:
+            self._admit_waiting()
+
+    async def _dispatch(self, receive: MemoryObjectReceiveStream[list[Delivery]]) -> None:
+        try:
+            while self._open:
+                try:
+                    batch = receive.receive_nowait()
+                except anyio.WouldBlock:
+                    batch = await receive.receive()
+                self._deliver(batch)
+        finally:
+            channel, self._channel, self._dispatcher = self._channel, None, None
+            if channel is not None:
+                channel[0].close()
+                channel[1].close()
+            if self._open:
+                self._end_all()
+
+    def _end_all(self) -> None:
+        """The loop is shutting down: end its streams, abort their requests."""
+        for lane in tuple(self._open):
+            self._abandon(lane.slot)
+            lane.push((), "", None, End("cancelled", error=EngineClosed("the event loop of this stream has shut down")))
+
+
+class Signal:
+    """A one-way latch from a thread to any number of event loops.
+
+    `threading.Event` would block a loop, `asyncio.Event` is bound to one.
+    """
+
+    __slots__ = ("_is_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+
+    @property
+    def is_set(self) -> bool:
+        """True after `set()`."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wake every waiter, now and later (any thread)."""
+        self._is_set = True
+        while True:
+            try:
+                loop, future = self._waiters.popleft()
+            except IndexError:
+                return
+            try:
+                loop.call_soon_threadsafe(_resolve, future)
+            except RuntimeError:
+                pass  # that loop is closed
+
+    async def wait(self) -> None:
+        """Return once set."""
+        if self._is_set:
+            return
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self._waiters.append((loop, future))
+        if self._is_set:  # set() may have run between the check and the append
+            self.set()
+        await future
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,421 @@
+"""`Engine`: what users hold. Any thread; a session does the work.
+
+```
+Engine ─► Session (one per life) ─► Worker (thread) ─► EngineCore ─► Scheduler, Runner
+   └─► Stream (one per request) ──► Slot / Lane ◄── LoopBridge (one per event loop)
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from aiocb.config import Choice, EngineConfig
+from aiocb.engine.admission import Prompt, StreamSpec
+from aiocb.engine.batch import CompletionIterator, run_batch
+from aiocb.engine.bridge import Signal
+from aiocb.engine.core import EngineCore
+from aiocb.engine.session import Session
+from aiocb.engine.source import LoadedSource, PretrainedSource, Progress, RunnerSource, Source
+from aiocb.engine.stats import EngineState, Health, Stats
+from aiocb.engine.stream import Stream
+from aiocb.errors import ConfigError, EngineClosed
+from aiocb.outputs import Completion
+from aiocb.sampling_params import ModelDefaults, SamplingParams
+from aiocb.step import Runner
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger("aiocb")
+
+
+class Engine:
+    """Continuous batching over one model, inside the caller's process.
+
+    Entering starts the worker thread (and, the first time, loads the model there); leaving ends every open stream and
+    joins the thread. One engine can be built outside any event loop, entered from several loops at once (the last to
+    leave closes it), and entered again afterwards.
+
+    Args:
+        model: a loaded transformers causal language model. It is used as it is and left as it was found.
+        tokenizer: its tokenizer; None takes and yields token ids only.
+        config: settings; every None in it is decided at start (see `describe()`).
+        drain: seconds that leaving `async with` waits for open streams before it ends them; None waits for all.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        config: EngineConfig | None = None,
+        drain: float | None = 0.0,
+    ) -> None:
+        self._init(LoadedSource(model, tokenizer), config, drain)
+
+    def _init(self, source: Source, config: EngineConfig | None, drain: float | None) -> None:
+        self._source = source
+        self._config = config or EngineConfig()
+        self._drain = drain
+        self._lock = threading.Lock()  # guards entering and leaving only; never held across an await
+        self._num_entered = 0
+        self._session: Session | None = None
+        self._labels = itertools.count(1)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        config: EngineConfig | None = None,
+        dtype: Any = "auto",
+        device: Any = None,
+        quantization: Literal["int8"] | None = None,
+        progress: Progress | None = None,
+        drain: float | None = 0.0,
+        **options: Any,
+    ) -> Engine:
+        """Return an engine at once; the model is loaded in the worker thread on the first entry and then kept.
+
+        Args:
+            name_or_path: a hub name, a directory, a GGUF file, or `smollm2` / `gemma3-270m` (the packaged models).
+            config: settings.
+            dtype: a torch dtype, its name, or `"auto"`.
+            device: where to put the model; None chooses.
+            quantization: `"int8"` for 8-bit weights in the native CPU kernels.
+            progress: called as `progress(stage, fraction)` in the worker thread while the model is loaded.
+            drain: as for the constructor.
+            options: passed on to transformers' `from_pretrained` (revision, trust_remote_code, ...).
+        """
+        engine = cls.__new__(cls)
+        source = PretrainedSource(
+            name_or_path,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            progress=progress,
+            options=options,
+        )
+        engine._init(source, config, drain)
+        return engine
+
+    @classmethod
+    def from_runner(
+        cls,
+        make_runner: Callable[[EngineConfig], Runner],
+        defaults: ModelDefaults,
+        tokenizer: Any = None,
+        *,
+        config: EngineConfig | None = None,
+        drain: float | None = 0.0,
+    ) -> Engine:
+        """Return an engine over a runner of one's own (see `aiocb.testing` for fakes); `make_runner` runs in the
+        worker thread."""
+        engine = cls.__new__(cls)
+        engine._init(RunnerSource(make_runner, defaults, tokenizer), config, drain)
+        return engine
+
+    def __repr__(self) -> str:
+        session = self._session
+        core = None if session is None else session.worker.core
+        if core is None:
+            return f"<Engine {self._source.name} {self.state}>"
+        return f"<Engine {self._source.name} {self.state} {core.scheduler!r}>"
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def __aenter__(self) -> Engine:
+        """Start, or join an engine that is already running.
+
+        Raises:
+            ConfigError: the model or the settings cannot work; no thread is left behind.
+            Exception: whatever loading the model raised.
+        """
+        with self._lock:
+            session = self._session
+            if session is None or session.worker.state in ("dead", "closed", "draining"):
+                session = self._session = Session(self._source, self._config)
+                self._num_entered = 0
+                session.start()
+                weakref.finalize(self, session.worker.stop)
+            self._num_entered += 1
+        try:
+            await session.built.wait()
+            error = session.worker.error
+            if session.worker.state == "closed" and error is not None:
+                session.worker.join(1.0)
+                raise error
+        except BaseException:
+            self._leave(session)
+            raise
+        self._log(session)
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        session = self._session
+        if session is not None and self._leave(session, stop=False):
+            await session.shutdown(self._drain if exc_type is None else 0.0)
+
+    def _leave(self, session: Session, *, stop: bool = True) -> bool:
+        """Count one exit; True when it was the last one."""
+        with self._lock:
+            if self._session is not session or self._num_entered == 0:
+                return False
+            self._num_entered -= 1
+            is_last = self._num_entered == 0
+            if is_last and stop:
+                session.worker.stop()
+                self._session = None
+        return is_last
+
+    async def aclose(self, drain: float | None = 0.0) -> None:
+        """Close, whoever has entered: refuse new requests, finish open ones for `drain` seconds, end the rest.
+
+        Idempotent. `drain=None` waits until everything has finished.
+        """
+        with self._lock:
+            session = self._session
+            self._num_entered = 0
+        if session is not None:
+            await session.shutdown(drain)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        queue_timeout: float | None = None,
+        cache_salt: str | None = None,
+        stream_interval: int = 1,
+        max_unread_tokens: int | None = None,
+        on_unread: Literal["pause", "cancel"] = "pause",
+        on_full: Literal["wait", "refuse"] = "wait",
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """Return a stream over one prompt; nothing is submitted before it is iterated, entered or awaited.
+
+        Args:
+            prompt: text, token ids (list, 1-D tensor, a tokenizer's encoding), or chat messages.
+            params: sampling parameters; keywords (`temperature=0.8`, `max_new_tokens=256`, ...) override them.
+            request_id: a label for logs and chunks; need not be unique.
+            priority: lower runs first, with `scheduler_type="priority"`.
+            timeout: seconds from submission to the end.
+            queue_timeout: seconds that the request may wait before its first step.
+            cache_salt: requests share cached prefixes only with requests of the same salt.
+            stream_interval: tokens per chunk.
+            max_unread_tokens: what to let the reader fall behind by; None is no bound (deltas merge, memory is bounded
+                by the output's length).
+            on_unread: beyond that bound, `pause` the request (its cache is kept) or `cancel` it.
+            on_full: when `EngineConfig.max_queue_size` is reached, `wait` or `refuse` with `QueueFull`.
+            tools, chat_template_kwargs: passed to the chat template.
+            sampling: fields of `SamplingParams`.
+
+        Raises:
+            InvalidRequest: an unknown parameter, or one that can be seen to be wrong without the model.
+        """
+        spec = StreamSpec(
+            prompt,
+            SamplingParams.build(params, sampling),
+            request_id if request_id is not None else f"request-{next(self._labels)}",
+            priority,
+            timeout,
+            queue_timeout,
+            cache_salt,
+            stream_interval,
+            max_unread_tokens,
+            on_unread,
+            on_full,
+            tools,
+            chat_template_kwargs,
+        )
+        spec.check()
+        return Stream(self, spec)
+
+    @overload
+    async def generate(
+        self, prompt: Prompt, params: Any = None, *, n: Literal[1] = 1, **options: Any
+    ) -> Completion: ...
+
+    @overload
+    async def generate(self, prompt: Prompt, params: Any = None, *, n: int, **options: Any) -> list[Completion]: ...
+
+    async def generate(
+        self, prompt: Prompt, params: Any = None, *, n: int | None = None, **options: Any
+    ) -> Completion | list[Completion]:
+        """Return the whole output of one prompt; with `n` > 1 the list of its samples. Options are `stream`'s.
+
+        Raises:
+            RequestError, EngineError: see `Stream.__anext__`; what had been produced is in `RequestError.partial`.
+        """
+        if n is not None:
+            options["n"] = n
+        stream = self.stream(prompt, params, **options)
+        completions = await stream.completions()
+        return completions if (stream._spec.sampling.n or 1) > 1 else completions[0]
+
+    async def generate_batch(
+        self,
+        prompts: Iterable[Prompt],
+        params: Any = None,
+        *,
+        progress: bool = False,
+        return_exceptions: bool = False,
+        **options: Any,
+    ) -> list[Completion]:
+        """Return the outputs of all prompts, in the order given.
+
+        Args:
+            prompts: as for `stream`.
+            params: one for all, or a sequence with one per prompt.
+            progress: show a progress bar.
+            return_exceptions: a failed request yields a `Completion` with `finish_reason` `"error"` or `"timeout"`
+                and its `error`, instead of ending the whole batch.
+            options: as for `stream`.
+
+        Raises:
+            RequestError, EngineError: the first failure; the other requests are aborted.
+        """
+        streams = self._streams(prompts, params, options)
+        return await run_batch(streams, progress=progress, return_exceptions=return_exceptions)
+
+    def as_completed(
+        self, prompts: Iterable[Prompt], params: Any = None, *, return_exceptions: bool = False, **options: Any
+    ) -> CompletionIterator:
+        """Return an async iterator over the outputs of all prompts, each as it finishes.
+
+        A completion's `request_id` tells which prompt it belongs to: `request_id=` may be a sequence of labels;
+        by default the labels are the prompts' positions, `"0"`, `"1"`, ...
+        """
+        return CompletionIterator(self._streams(prompts, params, options), return_exceptions=return_exceptions)
+
+    def _streams(self, prompts: Iterable[Prompt], params: Any, options: dict[str, Any]) -> list[Stream]:
+        prompts = list(prompts)
+        many = params if isinstance(params, Sequence) else [params] * len(prompts)
+        labels = options.pop("request_id", None)
+        if labels is None:
+            labels = [str(index) for index in range(len(prompts))]
+        if len(many) != len(prompts) or isinstance(labels, str) or len(labels) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts need as many params and request ids, when those are sequences")
+        return [
+            self.stream(prompt, each, request_id=label, **options)
+            for prompt, each, label in zip(prompts, many, labels, strict=True)
+        ]
+
+    def _running(self) -> Session:
+        session = self._session
+        if session is None:
+            raise EngineClosed("the engine is not running: use it inside `async with engine:`")
+        session.raise_if_unusable()
+        return session
+
+    # ── the model ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, or None before it is loaded. Use it inside `pause()` only."""
+        return self._source.model
+
+    @contextlib.asynccontextmanager
+    async def pause(self) -> AsyncIterator[Any]:
+        """Hold the step loop while the model is used or changed; yields the model.
+
+        Requests stay as they are and go on afterwards. Prefixes that were cached before are not hit after it, because
+        the weights may have changed.
+
+        Raises:
+            EngineClosed, EngineDead: the engine is not running.
+        """
+        session = self._running()
+        paused = Signal()
+        session.put((EngineCore.pause, paused.set))
+        try:
+            await paused.wait()
+            yield self._source.model
+        finally:
+            session.put((EngineCore.unpause, None))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes at the next step; running requests keep theirs.
+
+        Raises:
+            EngineClosed, EngineDead: the engine is not running.
+        """
+        self._running().put((EngineCore.reset_prefix_cache, None))
+
+    # ── looking ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings as given."""
+        return self._config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None."""
+        session = self._session
+        return None if session is None or session.text is None else session.text.tokenizer
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life."""
+        session = self._session
+        return "created" if session is None else session.worker.state
+
+    def describe(self) -> list[Choice]:
+        """What was decided at start, and why; empty before the engine has run."""
+        session = self._session
+        return [] if session is None else list(session.choices)
+
+    def health(self) -> Health:
+        """Whether the engine can serve; tells dead *and* hung. Never blocks."""
+        session = self._session
+        if session is None or session.worker.core is None:
+            error = None if session is None else session.worker.error
+            return Health(self.state, False, False, None, error)
+        core, state = session.worker.core, session.worker.state
+        age = time.monotonic() - core.last_event_at
+        is_hung = core.is_stepping and age > self._config.hang_timeout
+        is_ok = state in ("running", "draining") and not is_hung
+        return Health(state, is_ok, is_hung, age, session.worker.error)
+
+    def stats(self) -> Stats:
+        """A snapshot of all counters. Never blocks.
+
+        Raises:
+            EngineClosed: the engine has not run yet.
+        """
+        session = self._session
+        if session is None or session.worker.core is None:
+            raise EngineClosed("the engine has not run yet")
+        return session.worker.core.stats(session.num_wakeups)
+
+    def _log(self, session: Session) -> None:
+        if session.is_logged:
+            return
+        session.is_logged = True
+        for choice in session.choices:
+            logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
+        if self._config.freeze_gc:
+            gc.collect()
+            gc.freeze()

@@ -1,0 +1,161 @@
+"""The state that a stream and the engine share. Loop thread, except where a line says "worker".
+
+```
+Stream ──► Lane 0 .. n-1 ──► Slot          core ──► Request ──► OutputState ──► Lane
+```
+
+A `Slot` never refers to its `Stream` or its lanes, so there is no cycle: a dropped stream is freed at once and its
+`__del__` aborts the request.
+Data lives here and nowhere else: a cancelled reader, or a lost wake-up, loses no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from aiocb.outputs import FinishReason, RequestMetrics, Usage
+from aiocb.step import TokenLogprobs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiocb.engine.bridge import Bridge
+
+__all__ = ["Delivery", "End", "Lane", "Slot"]
+
+
+class End(NamedTuple):
+    """The one terminal event of a lane.
+
+    Attributes:
+        finish_reason: why it ended.
+        stop_reason: the stop string or token id that matched.
+        usage, metrics: None when the request was refused before it existed.
+        error: raised to the reader after everything before it has been read; each lane has its own instance.
+        prompt_logprobs: for the whole prompt, when asked for.
+    """
+
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    usage: Usage | None = None
+    metrics: RequestMetrics | None = None
+    error: Exception | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+class Delivery(NamedTuple):
+    """What one step adds to one lane."""
+
+    lane: Lane
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] | None
+    end: End | None
+
+
+class Lane:
+    """One sample's unread output. Everything is merged here until the reader takes it as one delta."""
+
+    __slots__ = ("end", "index", "is_ready", "logprobs", "slot", "texts", "token_ids")
+
+    def __init__(self, slot: Slot, index: int) -> None:
+        self.slot = slot
+        self.index = index
+        self.token_ids: Sequence[int] = ()
+        self.texts: list[str] = []
+        self.logprobs: Sequence[TokenLogprobs] | None = None
+        self.end: End | None = None
+        self.is_ready = False
+
+    def push(
+        self, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprobs, ...] | None, end: End | None
+    ) -> None:
+        """Add a delta and wake the reader. A second end is ignored."""
+        if self.end is not None:
+            return
+        slot = self.slot
+        if token_ids:
+            if not self.token_ids:
+                self.token_ids = token_ids
+                self.logprobs = logprobs
+            else:
+                # Unread output exists: merge. A list grows in amortised O(1), a tuple would be copied each time.
+                if isinstance(self.token_ids, tuple):
+                    self.token_ids = list(self.token_ids)
+                self.token_ids.extend(token_ids)  # type: ignore[attr-defined]
+                if logprobs is not None:
+                    if not isinstance(self.logprobs, list):
+                        self.logprobs = list(self.logprobs or ())
+                    self.logprobs.extend(logprobs)
+        if text:
+            self.texts.append(text)
+        if end is not None:
+            self.end = end
+            slot.num_open -= 1
+            slot.bridge.lane_ended(self)
+            if slot.num_open == 0 and slot.on_end is not None:
+                slot.on_end()
+        if not self.is_ready:
+            self.is_ready = True
+            slot.ready.append(self)
+        waiter = slot.waiter
+        if waiter is not None:
+            slot.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class Slot:
+    """One stream's request: its lanes, the parked reader, and the marks that the worker reads.
+
+    Attributes:
+        request_id: the user's label.
+        bridge: the way from the worker to this slot's event loop.
+        ready: lanes with something unread, in order of arrival.
+        waiter: the parked reader's future.
+        is_closed: set once by `Stream.close()`; nothing is delivered after it.
+        num_read: tokens taken by the reader; written on the loop, read by the worker (back-pressure).
+        is_paused: the worker has paused the request because the reader is behind; the reader resumes it.
+        num_sent: tokens delivered; worker only.
+        on_end: called on the loop when the last lane has ended.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "bridge",
+        "is_closed",
+        "is_paused",
+        "num_open",
+        "num_read",
+        "num_sent",
+        "on_end",
+        "ready",
+        "request_id",
+        "waiter",
+    )
+
+    def __init__(self, request_id: str, bridge: Bridge, num_lanes: int) -> None:
+        self.request_id = request_id
+        self.bridge = bridge
+        self.num_open = num_lanes
+        self.ready: deque[Lane] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+        self.on_end: Callable[[], object] | None = None
+        self.is_closed = False
+        self.num_read = 0
+        self.num_sent = 0
+        self.is_paused = False
+
+    def make_lanes(self) -> tuple[Lane, ...]:
+        """The lanes of a new slot, one per parallel sample."""
+        return tuple(Lane(self, index) for index in range(self.num_open))
+
+    def wake(self) -> None:
+        """Wake the parked reader, if any (loop thread)."""
+        waiter = self.waiter
+        if waiter is not None:
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)

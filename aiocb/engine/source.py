@@ -1,0 +1,137 @@
+"""Where an engine's runner comes from. Worker thread only, apart from construction.
+
+A source outlives a session: what `from_pretrained` loaded is kept for later entries, a user's model is given back as
+it was when the session ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from aiocb.config import Choice, EngineConfig
+from aiocb.engine.text import TextProcessor
+from aiocb.sampling_params import ModelDefaults
+from aiocb.step import Runner
+
+__all__ = ["Built", "LoadedSource", "PretrainedSource", "Progress", "RunnerSource", "Source"]
+
+Progress = Callable[[str, float], None]
+"""Called with a stage and a fraction in 0..1, in the worker thread."""
+
+
+@dataclass(slots=True)
+class Built:
+    """A runner that is ready to step, and what belongs to it."""
+
+    runner: Runner
+    text: TextProcessor
+    defaults: ModelDefaults
+    choices: list[Choice] = field(default_factory=list)
+
+
+class Source(Protocol):
+    """Builds a runner when a session starts and takes it back when it ends."""
+
+    def build(self, config: EngineConfig) -> Built:
+        """Load what is not loaded yet and make a runner (worker thread).
+
+        Raises:
+            ConfigError: the model or the settings cannot work.
+        """
+
+    def release(self, built: Built) -> None:
+        """The session is over (worker thread)."""
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, or None."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+
+class PretrainedSource:
+    """A model by name or path, loaded on the first build and kept."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        dtype: Any,
+        device: Any,
+        quantization: str | None,
+        progress: Progress | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.name = name
+        self._dtype = dtype
+        self._device = device
+        self._quantization = quantization
+        self._progress = progress
+        self._options = dict(options)
+        self._lock = threading.Lock()  # two sessions never load at once; taken in worker threads only
+        self._built: Built | None = None
+        self._config: EngineConfig | None = None
+        self.model: Any = None
+
+    def build(self, config: EngineConfig) -> Built:
+        from aiocb.model.build import build_runner, model_defaults
+        from aiocb.model.loader import load
+
+        with self._lock:
+            if self._built is not None and self._config == config:
+                return self._built
+            loaded = load(self.name, dtype=self._dtype, device=self._device, progress=self._progress, **self._options)
+            defaults = model_defaults(loaded.model)
+            text = TextProcessor(loaded.tokenizer)
+            runner, choices = build_runner(loaded.model, config, owns_model=True, quantization=self._quantization)
+            self.model = loaded.model
+            self._built = Built(runner, text, defaults, [*loaded.choices, *choices])
+            self._config = config
+            return self._built
+
+    def release(self, built: Built) -> None:
+        """Keep everything: the next entry starts at once."""
+
+
+class LoadedSource:
+    """A model that the user has loaded; left as it was found when the session ends."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        self.model = model
+        self.name = type(model).__name__
+        self._text = TextProcessor(tokenizer)
+        self._lock = threading.Lock()
+
+    def build(self, config: EngineConfig) -> Built:
+        from aiocb.model.build import build_runner, model_defaults
+
+        with self._lock:
+            runner, choices = build_runner(self.model, config, owns_model=False)
+            return Built(runner, self._text, model_defaults(self.model), choices)
+
+    def release(self, built: Built) -> None:
+        built.runner.close()
+
+
+class RunnerSource:
+    """A runner of one's own: fakes for tests, other execution engines."""
+
+    def __init__(
+        self, make_runner: Callable[[EngineConfig], Runner], defaults: ModelDefaults, tokenizer: Any = None
+    ) -> None:
+        self.model = None
+        self.name = "runner"
+        self._make_runner = make_runner
+        self._defaults = defaults
+        self._text = TextProcessor(tokenizer)
+
+    def build(self, config: EngineConfig) -> Built:
+        return Built(self._make_runner(config), self._text, self._defaults)
+
+    def release(self, built: Built) -> None:
+        built.runner.close()

@@ -1,0 +1,164 @@
+"""Counters and times. Written by the worker thread, read from any thread as frozen snapshots."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from aiocb.errors import EngineDead, EngineError
+
+__all__ = ["EngineState", "Health", "Histogram", "HistogramSnapshot", "Recorder", "Stats"]
+
+EngineState = Literal["created", "starting", "running", "draining", "closed", "dead"]
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramSnapshot:
+    """Cumulative counts as Prometheus has them: `counts[i]` observations are `<= bounds[i]`.
+
+    Attributes:
+        bounds: upper bounds, in seconds.
+        counts: cumulative; observations above the last bound are in `count` only.
+        count, sum: number and sum of all observations.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    count: int
+    sum: float
+
+
+class Histogram:
+    """A fixed-bucket histogram with one writer."""
+
+    __slots__ = ("_count", "_counts", "_sum")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._count = 0
+        self._sum = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """Add `times` observations of the same value."""
+        self._counts[bisect_left(_SECONDS, seconds)] += times
+        self._count += times
+        self._sum += seconds * times
+
+    def snapshot(self) -> HistogramSnapshot:
+        """Cumulative counts at this moment."""
+        total, counts = 0, []
+        for count in self._counts[:-1]:
+            total += count
+            counts.append(total)
+        return HistogramSnapshot(_SECONDS, tuple(counts), self._count, self._sum)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot of the engine; names are those that dashboards of this field know.
+
+    Attributes:
+        num_requests_running: requests that hold cache and take part in steps.
+        num_requests_waiting: requests in the queue (preempted ones included).
+        num_requests_paused: requests held back because their reader is behind.
+        kv_cache_usage_perc: referenced blocks by all blocks, 0..1; cached, unreferenced prefixes do not count.
+        num_steps: steps that ran the model.
+        num_loop_wakeups: callbacks posted into event loops.
+        num_preemptions: how often a request gave its cache back to others.
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found.
+        prompt_tokens, generation_tokens: computed so far.
+        num_aborts: requests that were cancelled while they were alive.
+        request_success: ended requests by finish reason.
+        time_to_first_token_seconds, inter_token_latency_seconds, e2e_request_latency_seconds,
+            request_queue_time_seconds, step_seconds: distributions.
+        step_age_seconds: since the last step began or ended.
+    """
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_requests_paused: int
+    kv_cache_usage_perc: float
+    num_steps: int
+    num_loop_wakeups: int
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_aborts: int
+    request_success: dict[str, int]
+    time_to_first_token_seconds: HistogramSnapshot
+    inter_token_latency_seconds: HistogramSnapshot
+    e2e_request_latency_seconds: HistogramSnapshot
+    request_queue_time_seconds: HistogramSnapshot
+    step_seconds: HistogramSnapshot
+    step_age_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether the engine can serve.
+
+    Attributes:
+        state: where it is in its life.
+        is_ok: running (or draining) and not hung.
+        is_hung: a step has been running for longer than `EngineConfig.hang_timeout`.
+        step_age_s: seconds since the last step began (while one runs) or ended.
+        error: what killed the engine.
+    """
+
+    state: EngineState
+    is_ok: bool
+    is_hung: bool
+    step_age_s: float | None
+    error: BaseException | None
+
+    def raise_if_bad(self) -> None:
+        """Raise when the engine cannot serve.
+
+        Raises:
+            EngineDead: a step has raised, or the current one hangs.
+            EngineError: it is not running.
+        """
+        if self.is_ok:
+            return
+        if self.state == "dead":
+            raise EngineDead("the engine has died") from self.error
+        if self.is_hung:
+            raise EngineDead(f"the engine hangs: its step has been running for {self.step_age_s:.1f} s")
+        raise EngineError(f"the engine is {self.state}")
+
+
+class Recorder:
+    """The worker's counters."""
+
+    __slots__ = (
+        "e2e",
+        "finished",
+        "generation_tokens",
+        "inter_token",
+        "num_aborts",
+        "num_left_queue",
+        "num_steps",
+        "prompt_tokens",
+        "queue",
+        "step",
+        "ttft",
+    )
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.num_aborts = 0
+        self.num_left_queue = 0
+        self.finished: Counter[str] = Counter()
+        self.ttft = Histogram()
+        self.inter_token = Histogram()
+        self.e2e = Histogram()
+        self.queue = Histogram()
+        self.step = Histogram()

@@ -1,0 +1,326 @@
+"""The stream object: what `Engine.stream()` returns. Runs in the task (or thread) of its user.
+
+A class and not an async generator, so that a timeout around one `anext` does not finish it, `break` aborts at once
+(an async generator's cleanup runs later, in another task), and `yield` inside `async with` is safe: it opens no task
+group and no cancel scope (PEP 789). No cleanup path awaits; `CancelledError` is never swallowed or delayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiocb.engine.core import EngineCore
+from aiocb.errors import RequestError
+from aiocb.outputs import Chunk, Completion, RequestMetrics, Usage
+
+if TYPE_CHECKING:
+    from aiocb.engine.admission import StreamSpec
+    from aiocb.engine.core import Command
+    from aiocb.engine.engine import Engine
+    from aiocb.engine.session import Session
+    from aiocb.engine.slot import End, Lane, Slot
+    from aiocb.step import TokenLogprobs
+
+__all__ = ["Stream"]
+
+
+class Stream:
+    """One request's output: an async iterator of `Chunk`, an async (and plain) context manager, and an awaitable.
+
+    Nothing is submitted before the first `anext`, `async with` or `await`. Made by `Engine.stream()`.
+
+    | use | leaving it | effect |
+    |---|---|---|
+    | `async for c in stream` | the task is cancelled, `break`, an exception | the request is aborted at once |
+    | `async with stream` | any way out | the same, on every Python implementation |
+    | inside `async with`: a timeout around one `anext` | it fires | the stream lives on, no token is lost |
+    | `await stream` | cancelled | aborted |
+    | `stream.close()` | from any task or thread | aborted; a parked reader wakes and its iteration ends |
+    | `stream.finish()` | | ends at the next step and delivers what is there |
+    """
+
+    __slots__ = ("__weakref__", "_engine", "_entered", "_lanes", "_reading", "_session", "_slot", "_spec", "_state")
+
+    def __init__(self, engine: Engine, spec: StreamSpec) -> None:
+        self._engine = engine
+        self._spec = spec
+        self._session: Session | None = None
+        self._slot: Slot | None = None
+        self._lanes: tuple[Lane, ...] = ()
+        self._entered = False
+        self._reading = False
+        self._state = "new"
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.request_id!r} {'closed' if self.is_closed else self._state}>"
+
+    @property
+    def request_id(self) -> str:
+        """The label of this request."""
+        return self._spec.request_id
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close()`."""
+        return self._state == "closed" or (self._slot is not None and self._slot.is_closed)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """Return everything that has arrived since the last chunk, waiting if nothing has.
+
+        Raises:
+            StopAsyncIteration: the output is complete, or the stream was closed.
+            InvalidRequest: the request was refused (on the first call).
+            QueueFull: there is no room in the waiting queue.
+            RequestTimeout: a deadline has passed.
+            RequestFailed: something inside this request raised.
+            EngineClosed: the engine is not running.
+            EngineDead: the engine's worker has died.
+            anyio.BusyResourceError: another task is reading this stream.
+        """
+        slot = self._slot
+        if slot is not None and slot.ready and not slot.is_closed:
+            chunk = self._take(slot)
+            if chunk is not None:
+                return chunk
+        if self._reading:
+            raise anyio.BusyResourceError("reading from")
+        self._reading = True
+        try:
+            if slot is None:
+                slot = await self._submit()
+            while True:
+                if slot.is_closed:
+                    raise StopAsyncIteration
+                if slot.ready:
+                    chunk = self._take(slot)
+                    if chunk is not None:
+                        return chunk
+                if slot.num_open == 0 and not slot.ready:
+                    raise StopAsyncIteration
+                # The data stays in the slot: a cancelled wait loses nothing.
+                waiter = asyncio.get_running_loop().create_future()
+                slot.waiter = waiter
+                try:
+                    await waiter
+                finally:
+                    if slot.waiter is waiter:
+                        slot.waiter = None
+        except (StopAsyncIteration, GeneratorExit):
+            raise
+        except BaseException:
+            if not self._entered:
+                self.close()
+            raise
+        finally:
+            self._reading = False
+
+    def _take(self, slot: Slot) -> Chunk | None:
+        """The first ready lane's unread output as one chunk, or its error."""
+        lane = slot.ready.popleft()
+        lane.is_ready = False
+        token_ids, texts, end = lane.token_ids, lane.texts, lane.end
+        if token_ids:
+            lane.token_ids = ()
+            slot.num_read += len(token_ids)
+            if slot.is_paused:
+                self._put((EngineCore.resume, slot))
+        if texts:
+            lane.texts = []
+        if end is None:
+            if not token_ids and not texts:
+                return None
+            logprobs = lane.logprobs
+            if logprobs is not None:
+                lane.logprobs = None
+            return Chunk(
+                slot.request_id,
+                lane.index,
+                texts[0] if len(texts) == 1 else "".join(texts),
+                token_ids if type(token_ids) is tuple else tuple(token_ids),
+                logprobs if logprobs is None else tuple(logprobs),
+            )
+        return self._last(slot, lane, end, tuple(token_ids), "".join(texts))
+
+    def _last(self, slot: Slot, lane: Lane, end: End, token_ids: tuple[int, ...], text: str) -> Chunk | None:
+        logprobs, lane.logprobs = lane.logprobs, None
+        if end.error is None:
+            return Chunk(
+                slot.request_id,
+                lane.index,
+                text,
+                token_ids,
+                None if logprobs is None else tuple(logprobs),
+                end.finish_reason,
+                end.stop_reason,
+                end.usage,
+            )
+        if token_ids or text:
+            # What came before the error is delivered first; the error follows on the next read.
+            lane.is_ready = True
+            slot.ready.appendleft(lane)
+            return Chunk(slot.request_id, lane.index, text, token_ids, None if logprobs is None else tuple(logprobs))
+        # One error ends the whole stream: what its other samples do is of no use to anyone.
+        self.close()
+        raise end.error
+
+    # ── leaving ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Abort the request now and drop what was not read. Synchronous, idempotent, lock-free, from any thread."""
+        slot = self._slot
+        if slot is None:
+            if self._state == "new":
+                self._state = "closed"
+            return
+        if slot.is_closed:
+            return
+        slot.is_closed = True
+        if slot.num_open:
+            self._put((EngineCore.abort, slot))
+            slot.bridge.wake(slot)
+
+    def finish(self) -> None:
+        """End generation at the next step and deliver what is there (a chat's stop button). Idempotent."""
+        slot = self._slot
+        if slot is not None and slot.num_open:
+            self._put((EngineCore.finish_early, slot))
+
+    async def aclose(self) -> None:
+        """The same as `close()`, for `contextlib.aclosing`; never waits."""
+        self.close()
+
+    async def __aenter__(self) -> Stream:
+        """Submit the request; see `__anext__` for what is raised."""
+        self._entered = True
+        if self._slot is None and not self.is_closed:
+            if self._reading:
+                raise anyio.BusyResourceError("reading from")
+            self._reading = True
+            try:
+                await self._submit()
+            finally:
+                self._reading = False
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __enter__(self) -> Stream:
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # May run in any thread and while locks are held: only a SimpleQueue.put, which is safe in destructors.
+        slot = getattr(self, "_slot", None)
+        if slot is not None and slot.num_open and not slot.is_closed:
+            slot.is_closed = True
+            self._put((EngineCore.abort, slot))
+
+    # ── the whole ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __await__(self) -> Generator[object, None, Completion]:
+        """Wait for the whole output (sample 0 when `n` > 1; see `Engine.generate` for all of them)."""
+        return self._first().__await__()
+
+    async def _first(self) -> Completion:
+        return (await self.completions())[0]
+
+    async def completions(self) -> list[Completion]:
+        """Wait for the whole output of every parallel sample, in order of their index.
+
+        Raises:
+            RequestError, EngineError: as iterating does.
+        """
+        if self._slot is None:
+            self._spec.stream_interval = None  # nobody reads deltas: one delivery, at the end
+        texts: dict[int, list[str]] = {}
+        token_ids: dict[int, list[int]] = {}
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        try:
+            async for chunk in self:
+                texts.setdefault(chunk.index, []).append(chunk.text)
+                token_ids.setdefault(chunk.index, []).extend(chunk.token_ids)
+                if chunk.logprobs is not None:
+                    logprobs.setdefault(chunk.index, []).extend(chunk.logprobs)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RequestError):
+                error.partial = self._completions(texts, token_ids, logprobs)
+            raise
+        return self._completions(texts, token_ids, logprobs)
+
+    def _completions(
+        self,
+        texts: dict[int, list[str]],
+        token_ids: dict[int, list[int]],
+        logprobs: dict[int, list[TokenLogprobs]],
+    ) -> list[Completion]:
+        return [
+            self._completion(
+                lane, "".join(texts.get(lane.index, ())), token_ids.get(lane.index, []), logprobs.get(lane.index)
+            )
+            for lane in self._lanes
+        ]
+
+    def _completion(
+        self, lane: Lane, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> Completion:
+        end = lane.end
+        finish_reason = "cancelled" if end is None else end.finish_reason
+        prompt_token_ids = tuple(self._spec.prompt_token_ids)
+        usage = None if end is None else end.usage
+        metrics = None if end is None else end.metrics
+        return Completion(
+            self.request_id,
+            lane.index,
+            text,
+            tuple(token_ids),
+            None if logprobs is None else tuple(logprobs),
+            finish_reason,
+            None if end is None else end.stop_reason,
+            usage or Usage(len(prompt_token_ids), len(token_ids)),
+            prompt_token_ids,
+            metrics or RequestMetrics(None, None, 0.0),
+            None if end is None else end.prompt_logprobs,
+        )
+
+    async def _open(self, on_end: Callable[[], object] | None) -> None:
+        """Submit now; `on_end` is called on the loop when the last sample has ended."""
+        self._entered = True
+        slot = await self._submit()
+        if on_end is not None:
+            if slot.num_open == 0:
+                on_end()
+            else:
+                slot.on_end = on_end
+
+    def _put(self, command: Command) -> None:
+        assert self._session is not None
+        self._session.put(command)
+
+    async def _submit(self) -> Slot:
+        if self._state == "closed":
+            raise StopAsyncIteration
+        session = self._engine._running()
+        slot, lanes = await session.admit(self._spec)
+        # From the registration in `admit` to here there is no await: a cancelled submission leaves nothing behind.
+        self._session = session
+        self._slot, self._lanes, self._state = slot, lanes, "open"
+        return slot

@@ -1,0 +1,191 @@
+"""The worker thread: builds the core, runs its steps, blocks when idle, and tells everyone when it dies.
+
+Life cycle, as a table; nothing outside this file changes the state:
+
+| state    | event                | next     |
+|----------|----------------------|----------|
+| created  | start                | starting |
+| starting | built / failed       | running / closed |
+| running  | drain                | draining |
+| running, draining | stop        | closed   |
+| running, draining | step raised | dead     |
+| closed   | start                | starting |
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from aiocb.engine.core import EngineCore
+from aiocb.errors import EngineClosed, EngineDead
+
+if TYPE_CHECKING:
+    from aiocb.engine.core import Command
+    from aiocb.engine.stats import EngineState
+
+__all__ = ["Worker"]
+
+_JOIN_AT_EXIT_S = 2.0
+
+
+class Worker:
+    """One daemon thread that owns an `EngineCore` from start to stop.
+
+    Args:
+        build: makes the core; runs in the thread (models are loaded and warmed up there, so that no other thread
+            ever owns a pool of compute threads).
+        release: called in the thread with the core after the last step.
+    """
+
+    def __init__(self, build: Callable[[], EngineCore], release: Callable[[EngineCore], None]) -> None:
+        self._build = build
+        self._release = release
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._make_stop_error: Callable[[], Exception] = _closed
+        self._drain_listener: Callable[[], None] | None = None
+        self.core: EngineCore | None = None
+        self.state: EngineState = "created"
+        self.error: BaseException | None = None
+        # At interpreter exit a daemon thread inside native code could crash: stop it first, within a bound.
+        atexit.register(_stop_at_exit, weakref.ref(self))
+
+    # ── any thread ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, on_built: Callable[[BaseException | None], None], on_exit: Callable[[], None]) -> None:
+        """Start the thread; returns at once.
+
+        Args:
+            on_built: called in the thread with None, or with what went wrong (the thread then ends).
+            on_exit: called in the thread as its last act.
+        """
+        assert self.state in ("created", "closed"), self.state
+        self.state = "starting"
+        self.error = None
+        self._stopping = False
+        self._drain_listener = None
+        self._thread = threading.Thread(target=_run, args=(self, on_built, on_exit), name="aiocb worker", daemon=True)
+        self._thread.start()
+
+    def put(self, command: Command) -> None:
+        """Hand a command to the core; safe in destructors and in any thread.
+
+        After the thread has ended nobody reads the inbox: submissions are then ended here.
+        """
+        core = self.core
+        if core is None:
+            return
+        core.inbox.put(command)
+        if self.state in ("dead", "closed"):
+            core.refuse_inbox(self.make_dead_error if self.state == "dead" else self._make_stop_error)
+
+    def stop(self, make_error: Callable[[], Exception] | None = None) -> None:
+        """End all streams (with an error of their own each) and the thread at the next step boundary."""
+        self._make_stop_error = make_error or _closed
+        self._stopping = True
+        self._poke()
+
+    def drain(self, on_drained: Callable[[], None]) -> None:
+        """Finish what was submitted; `on_drained` is called in the thread when nothing is left."""
+        if self.state == "running":
+            self.state = "draining"
+        self._drain_listener = on_drained
+        self._poke()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread to end."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def make_dead_error(self) -> EngineDead:
+        """A new `EngineDead` with the cause chained; one instance per stream."""
+        error = EngineDead(f"the engine has died: {type(self.error).__name__}: {self.error}")
+        error.__cause__ = self.error
+        return error
+
+    def _poke(self) -> None:
+        core = self.core
+        if core is not None:
+            core.inbox.put((_nothing, None))
+
+    # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self, on_built: Callable[[BaseException | None], None]) -> None:
+        try:
+            core = self._build()
+        except BaseException as error:
+            self.error = error
+            self.state = "closed"
+            on_built(error)
+            return
+        self.core = core
+        self.state = "running"
+        on_built(None)
+        try:
+            self._loop(core)
+        except BaseException as error:
+            self.error = error
+            self.state = "dead"
+            core.end_all_dead(self.make_dead_error)
+        else:
+            self.state = "closed"
+            core.end_all(self._make_stop_error)
+            core.refuse_inbox(self._make_stop_error)
+        self._notify_drained()
+        self._release(core)
+
+    def _loop(self, core: EngineCore) -> None:
+        inbox = core.inbox
+        while not self._stopping:
+            if not core.has_work:
+                if self._drain_listener is not None and core.num_requests == 0 and inbox.empty():
+                    self._notify_drained()
+                # Nothing to do: sleep until a command or a deadline, without polling.
+                deadline = core.next_deadline
+                try:
+                    command = inbox.get(timeout=None if deadline is None else max(deadline - core.clock(), 0.0))
+                except queue.Empty:
+                    pass
+                else:
+                    command[0](core, command[1])
+                if self._stopping:
+                    break
+            core.step()
+
+    def _notify_drained(self) -> None:
+        listener, self._drain_listener = self._drain_listener, None
+        if listener is not None:
+            listener()
+
+
+def _run(worker: Worker, on_built: Callable[[BaseException | None], None], on_exit: Callable[[], None]) -> None:
+    try:
+        worker._run(on_built)
+    finally:
+        on_exit()
+
+
+def _nothing(_core: EngineCore, _argument: Any) -> None:
+    """Wake an idle worker."""
+
+
+def _closed() -> Exception:
+    return EngineClosed("the engine was closed while this request was alive")
+
+
+def _stop_at_exit(reference: weakref.ref[Worker]) -> None:
+    worker = reference()
+    if worker is not None and worker.is_alive:
+        worker.stop()
+        worker.join(_JOIN_AT_EXIT_S)
