@@ -87,7 +87,7 @@ class EngineCore:
                 now = self.last_event_at = self.clock()
                 self.is_stepping = False
                 self._emit(self.scheduler.update(plan, result, now), now)
-                self._record_step(plan.num_tokens, now)
+                self._record_step(now)
             else:
                 self._last_step_at = None
         self._publish_queue()
@@ -162,7 +162,7 @@ class EngineCore:
             now = self.clock()
             self.recorder.num_aborts += len(requests)
             for request in tuple(requests):
-                self._end(request, self.scheduler.finish(request, "cancelled"), now)
+                self._end(request, self.scheduler.finish(request, "cancelled", now=now), now)
 
     def finish_early(self, slot: Slot) -> None:
         """End a stream now and deliver what is there."""
@@ -170,7 +170,7 @@ class EngineCore:
         if requests:
             now = self.clock()
             for request in tuple(requests):
-                self._end(request, self.scheduler.finish(request, "cancelled"), now)
+                self._end(request, self.scheduler.finish(request, "cancelled", now=now), now)
 
     def resume(self, slot: Slot) -> None:
         """Go on with a stream that was paused because its reader was behind."""
@@ -192,9 +192,10 @@ class EngineCore:
         acknowledge()
 
     def unpause(self, _: None) -> None:
-        """Step again; the weights may have changed, so no earlier prefix may be hit."""
+        """Step again; the weights may have changed, so what was cached before is computed anew."""
         self.is_paused = False
         self.scheduler.reset_prefix_cache()
+        self.scheduler.preempt_all()
         reload_weights = getattr(self.runner, "reload_weights", None)
         if reload_weights is not None:
             reload_weights()
@@ -205,7 +206,7 @@ class EngineCore:
         now = self.clock()
         for requests in tuple(self._requests.values()):
             for request in tuple(requests):
-                finished = self.scheduler.finish(request, "error", error=make_error())
+                finished = self.scheduler.finish(request, "error", error=make_error(), now=now)
                 self._end(request, finished, now)
         self._flush()
 
@@ -276,7 +277,8 @@ class EngineCore:
             except Exception as error:
                 failure = RequestFailed(f"the output of this request could not be processed: {error}")
                 failure.__cause__ = error
-                self._end(request, finished or self.scheduler.finish(request, "error", error=failure), now, failure)
+                finished = finished or self.scheduler.finish(request, "error", error=failure, now=now)
+                self._end(request, finished, now, failure)
 
     def _emit_slowly(self, update: Update, now: float) -> None:
         request, token_ids, logprobs, prompt_logprobs, finished = update
@@ -286,7 +288,7 @@ class EngineCore:
         matched = output.add(token_ids, logprobs, request.num_output_tokens) if token_ids else None
         if matched is not None:
             if finished is None:
-                finished = self.scheduler.finish(request, "stop", stop_reason=matched)
+                finished = self.scheduler.finish(request, "stop", stop_reason=matched, now=now)
             else:
                 finished = finished._replace(reason="stop", stop_reason=matched)
         if finished is not None:
@@ -334,7 +336,7 @@ class EngineCore:
         if slot.num_sent - slot.num_read < output.max_unread:
             return
         if output.on_unread == "cancel":
-            self._end(request, self.scheduler.finish(request, "cancelled"), now)
+            self._end(request, self.scheduler.finish(request, "cancelled", now=now), now)
             return
         for sibling in self._requests.get(slot, ()):
             self.scheduler.pause(sibling)
@@ -366,7 +368,7 @@ class EngineCore:
             if slot.bridge is bridge:
                 self.recorder.num_aborts += len(requests)
                 for request in tuple(requests):
-                    self._end(request, self.scheduler.finish(request, "cancelled"), now)
+                    self._end(request, self.scheduler.finish(request, "cancelled", now=now), now)
         bridge.outbox = []
 
     # ── counters ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -378,7 +380,7 @@ class EngineCore:
             scheduler.num_running,
             scheduler.num_waiting,
             scheduler.num_paused,
-            scheduler.kv_cache_usage_perc,
+            scheduler.cache.usage(),
             recorder.num_steps,
             num_loop_wakeups,
             scheduler.num_preemptions,
@@ -396,11 +398,9 @@ class EngineCore:
             self.clock() - self.last_event_at,
         )
 
-    def _record_step(self, num_tokens: int, now: float) -> None:
+    def _record_step(self, now: float) -> None:
         recorder = self.recorder
         recorder.num_steps += 1
-        recorder.generation_tokens = self.scheduler.num_generated_tokens
-        recorder.prompt_tokens = self.scheduler.num_prompt_tokens_computed
         if self._last_step_at is not None:
             elapsed = now - self._last_step_at
             recorder.step.observe(elapsed)
@@ -411,6 +411,9 @@ class EngineCore:
     def _record_end(self, request: Request, finished: Finished, end: End) -> None:
         recorder = self.recorder
         recorder.finished[finished.reason] += 1
+        recorder.generation_tokens += request.num_output_tokens
+        if request.has_run:
+            recorder.prompt_tokens += request.num_prompt_tokens
         metrics = end.metrics
         if metrics is not None:
             recorder.e2e.observe(metrics.total_s)

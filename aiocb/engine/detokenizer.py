@@ -69,6 +69,7 @@ class TokenText:
         self._is_byte_level = False
         self._has_byte_fallback = False
         self._is_cleaned = False
+        self._known: dict[int, bool] = {}
         self._anchor: tuple[list[int], str] = ([], "")
         self._tables: dict[bool, tuple[Pieces, Pieces]] = {}
         self._is_prepared = tokenizer is None
@@ -135,25 +136,34 @@ class TokenText:
     def _decode(self, ids: list[int], skip: bool) -> str:
         """The text that counts."""
         if self._backend is None:
-            ids = [token_id for token_id in ids if self._token(token_id) is not None]
+            ids = [token_id for token_id in ids if self._is_known(token_id)]
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip))
 
     def _decode_raw(self, ids: list[int], skip: bool) -> str:
         """The same without transformers' clean-up."""
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=skip))
-        ids = [token_id for token_id in ids if self._token(token_id) is not None]
+        ids = [token_id for token_id in ids if self._is_known(token_id)]
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
     def _token(self, token_id: int) -> str | None:
         if self._backend is not None:
             token: str | None = self._backend.id_to_token(token_id)
             return token
-        try:
-            token = self._tokenizer.convert_ids_to_tokens(token_id)
-        except Exception:  # a Python tokenizer raises what it likes for an id between its vocabulary and the model's
-            return None
+        token = self._tokenizer.convert_ids_to_tokens(token_id) if self._is_known(token_id) else None
         return token if isinstance(token, str) else None
+
+    def _is_known(self, token_id: int) -> bool:
+        """False for ids between a Python tokenizer's vocabulary and the model's: it raises what it likes for them."""
+        known = self._known.get(token_id)
+        if known is None:
+            try:
+                self._tokenizer.decode([token_id])
+                known = True
+            except Exception:
+                known = False
+            self._known[token_id] = known
+        return known
 
     def _read_decoder(self) -> None:
         decoder = getattr(self._backend, "decoder", None)

@@ -70,7 +70,7 @@ class Stats:
         num_loop_wakeups: callbacks posted into event loops.
         num_preemptions: how often a request gave its cache back to others.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found.
-        prompt_tokens, generation_tokens: computed so far.
+        prompt_tokens, generation_tokens: of the requests that have ended.
         num_aborts: requests that were cancelled while they were alive.
         request_success: ended requests by finish reason.
         time_to_first_token_seconds, inter_token_latency_seconds, e2e_request_latency_seconds,

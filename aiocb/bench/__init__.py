@@ -1,0 +1,1 @@
+"""Measurements that users can repeat: `aiocb bench overhead | kernels | offline | serve`."""
