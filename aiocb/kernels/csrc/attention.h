@@ -1,0 +1,264 @@
+// Paged attention for decode, prefill and mixed steps.
+//
+// The softmax runs over fixed chunks of 128 keys (8 pages) counted from position 0, and a row's keys are never split
+// over threads: the order of every addition is a function of the row's position alone, so a row is bit-identical alone,
+// in a batch, and chunked at any boundary. A masked key adds exactly zero (0 * v, with v finite: the pool is zeroed once).
+//
+//   K page [D / step][16 tokens][step]   scores of 16 keys:  one load and one broadcast of q per k step
+//   V page [16 / step][D][step]          16 output columns:  one load and one broadcast of p per k step
+//
+// Rows of a work item are (token, head of the group) pairs: they share every load of K and V.
+#pragma once
+#include <cmath>
+
+#include "gemm.h"
+#include "model.h"
+#include "vec.h"
+
+namespace aiocb {
+namespace AIOCB_ISA {
+
+constexpr int kChunk = kChunkPages * kPageSize;
+#if defined(__AVX512F__)
+constexpr int kAttentionRows = 6;
+constexpr int kAttentionVectors = 4;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int kAttentionRows = 4;
+constexpr int kAttentionVectors = 1;
+#else
+constexpr int kAttentionRows = 2;
+constexpr int kAttentionVectors = 1;
+#endif
+
+// scores[r][0..16 * P) of P pages; one line of `ahead[p]` is prefetched per k step and page.
+template <class F, int R, int P>
+AIOCB_INLINE void score_pages(const char* q, int64_t q_stride, const char* const* pages, const char* const* ahead,
+                              int steps, float* scores) {
+  F16 acc[R][P];
+  AIOCB_UNROLL for (int r = 0; r < R; ++r)
+    AIOCB_UNROLL for (int p = 0; p < P; ++p) acc[r][p] = zero();
+  for (int k = 0; k < steps; ++k) {
+    typename F::B keys[P];
+    AIOCB_UNROLL for (int p = 0; p < P; ++p) keys[p] = F::load_b(pages[p] + k * 64);
+    AIOCB_UNROLL for (int r = 0; r < R; ++r) {
+      typename F::A query = F::broadcast_a(q + r * q_stride + k * 4);
+      AIOCB_UNROLL for (int p = 0; p < P; ++p) acc[r][p] = F::madd(acc[r][p], query, keys[p]);
+    }
+    AIOCB_UNROLL for (int p = 0; p < P; ++p) prefetch_l2(ahead[p] + k * 64);
+  }
+  AIOCB_UNROLL for (int r = 0; r < R; ++r)
+    AIOCB_UNROLL for (int p = 0; p < P; ++p) store(scores + r * kChunk + p * 16, acc[r][p]);
+}
+
+// out[r][0..16 * C) = out * rescale[r] + p[r] . V over pages [first, last) of the chunk.
+template <class F, int R, int C>
+AIOCB_INLINE void mix_pages(const char* p, const char* const* pages, const char* const* ahead, int first, int last,
+                            int dim, int column, const float* rescale, float* out) {
+  constexpr int steps = kPageSize / F::kStep;
+  constexpr int64_t p_stride = kChunk * sizeof(typename F::Element);
+  F16 acc[R][C];
+  AIOCB_UNROLL for (int r = 0; r < R; ++r)
+    AIOCB_UNROLL for (int c = 0; c < C; ++c)
+      acc[r][c] = load(out + r * dim + column + c * 16) * set1(rescale[r]);
+  for (int page = first; page < last; ++page) {
+    const char* v = pages[page] + column * 4;
+    const char* next = ahead[page] + column * 4;
+    const char* weights = p + page * (kPageSize * sizeof(typename F::Element));
+    for (int k = 0; k < steps; ++k) {
+      typename F::B values[C];
+      AIOCB_UNROLL for (int c = 0; c < C; ++c) values[c] = F::load_b(v + c * 64);
+      AIOCB_UNROLL for (int r = 0; r < R; ++r) {
+        typename F::A weight = F::broadcast_a(weights + r * p_stride + k * 4);
+        AIOCB_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = F::madd(acc[r][c], weight, values[c]);
+      }
+      AIOCB_UNROLL for (int c = 0; c < C; ++c) prefetch_l2(next + c * 64);
+      v += dim * 4;
+      next += dim * 4;
+    }
+  }
+  AIOCB_UNROLL for (int r = 0; r < R; ++r)
+    AIOCB_UNROLL for (int c = 0; c < C; ++c) store(out + r * dim + column + c * 16, acc[r][c]);
+}
+
+struct RowState {
+  float largest, sum;
+};
+
+struct AttentionShape {
+  int dim, group, window;
+  float scale, softcap;
+};
+
+// Scores -> probabilities of one row over pages [first, last): masks, keeps the running maximum and sum, returns the rescale.
+template <class E>
+AIOCB_INLINE float softmax_row(const AttentionShape& shape, int chunk_start, int position, int first, int last,
+                               float* scores, E* probabilities, RowState* state) {
+  const int visible_end = position + 1 - chunk_start;
+  const int visible_begin = shape.window > 0 ? position - shape.window + 1 - chunk_start : 0;
+  const F16 scale = set1(shape.scale);
+  F16 largest = set1(-1e30f);
+  for (int page = first; page < last; ++page) {
+    F16 s = load(scores + page * 16) * scale;
+    if (shape.softcap > 0.0f) s = set1(shape.softcap) * tanh(s * set1(1.0f / shape.softcap));
+    const int lo = visible_begin - page * 16, hi = visible_end - page * 16;
+    if (lo > 0 || hi < 16) s = keep_lanes(s, lo, hi, -1e38f);
+    largest = max(largest, s);
+    store(scores + page * 16, s);
+  }
+  const float peak = reduce_max(largest);
+  const float top = peak > state->largest ? peak : state->largest;
+  const F16 shift = set1(top);
+  F16 sum = zero();
+  for (int page = first; page < last; ++page) {
+    F16 p = exp(load(scores + page * 16) - shift);
+    sum = sum + p;
+    store(probabilities + page * 16, p);
+  }
+  alignas(64) float lanes[16];
+  store(lanes, exp(set1(state->largest - top)));
+  const float rescale = lanes[0];
+  state->sum = state->sum * rescale + reduce_add(sum);
+  state->largest = top;
+  return rescale;
+}
+
+template <class F, int R>
+__attribute__((noinline)) void attend_chunk(const AttentionShape& shape, const char* q, const char* const* keys,
+                                            const char* const* values, const char* const* ahead, int chunk_start,
+                                            const int* positions, int first, int last, float* out, RowState* states) {
+  typedef typename F::Element E;
+  alignas(64) float scores[R * kChunk];
+  alignas(64) E probabilities[R * kChunk];
+  float rescale[R];
+  const int64_t q_stride = int64_t(shape.dim) * sizeof(E);
+  const int steps = shape.dim / F::kStep;
+  int page = first;
+  if (kAttentionVectors == 4)
+    for (; page + 4 <= last; page += 4)
+      score_pages<F, R, 4>(q, q_stride, keys + page, values + page, steps, scores + page * 16);
+  if (kAttentionVectors == 4)
+    for (; page + 2 <= last; page += 2)
+      score_pages<F, R, 2>(q, q_stride, keys + page, values + page, steps, scores + page * 16);
+  for (; page < last; ++page)
+    score_pages<F, R, 1>(q, q_stride, keys + page, values + page, steps, scores + page * 16);
+  for (int r = 0; r < R; ++r)
+    rescale[r] = softmax_row(shape, chunk_start, positions[r], first, last, scores + r * kChunk,
+                             probabilities + r * kChunk, states + r);
+  const char* p = reinterpret_cast<const char*>(probabilities);
+  int column = 0;
+  if (kAttentionVectors == 4)
+    for (; column + 64 <= shape.dim; column += 64)
+      mix_pages<F, R, 4>(p, values, ahead, first, last, shape.dim, column, rescale, out);
+  for (; column < shape.dim; column += 16)
+    mix_pages<F, R, 1>(p, values, ahead, first, last, shape.dim, column, rescale, out);
+}
+
+template <class F>
+AIOCB_INLINE void attend_rows(int rows, const AttentionShape& shape, const char* q, const char* const* keys,
+                              const char* const* values, const char* const* ahead, int chunk_start,
+                              const int* positions, int first, int last, float* out, RowState* states) {
+#define AIOCB_CASE(n) \
+  case n: return attend_chunk<F, n>(shape, q, keys, values, ahead, chunk_start, positions, first, last, out, states)
+  switch (rows) {
+    AIOCB_CASE(1);
+    AIOCB_CASE(2);
+#if defined(__AVX2__) || defined(__aarch64__)
+    AIOCB_CASE(3);
+    AIOCB_CASE(4);
+#endif
+#if defined(__AVX512F__)
+    AIOCB_CASE(5);
+    AIOCB_CASE(6);
+#endif
+  }
+#undef AIOCB_CASE
+}
+
+// Rows that one item may hold: scratch is sized by it (api.cpp) and tiles are cut by it.
+AIOCB_INLINE int item_rows(int group) { return group > kItemRows ? group : kItemRows; }
+
+// One item: a token tile of one sequence, some of its kv heads. `scratch` holds item_rows * (dim floats + state + position).
+template <class F>
+AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const Layer& layer, const AttentionItem& item,
+                                char* scratch) {
+  typedef typename F::Element E;
+  const Config& c = model.config;
+  const int dim = c.head_dim, kv_heads = c.num_kv_heads, group = c.num_heads / kv_heads;
+  const AttentionShape shape = {dim, group, layer.window, layer.scale, c.attention_softcap};
+  const Group& cache = model.groups[layer.group];
+  const int32_t* table = args.tables[layer.group] + args.table_offsets[layer.group][item.sequence];
+  const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E);
+  const int64_t block_bytes = 2 * page_bytes * kv_heads;
+  const char* base = cache.pool + int64_t(layer.group_layer) * cache.num_blocks * block_bytes;
+  const int rows = item.num_tokens * group;
+  const int blocks = (rows + kAttentionRows - 1) / kAttentionRows;
+  const int start = args.starts[item.sequence] + item.first_token;  // position of the tile's first token
+  const int row0 = item.first_row + item.first_token;
+
+  float* out = reinterpret_cast<float*>(scratch);
+  RowState* states = reinterpret_cast<RowState*>(out + int64_t(item_rows(group)) * dim);
+  int* positions = reinterpret_cast<int*>(states + item_rows(group));
+
+  const int last_position = start + item.num_tokens - 1;
+  const int first_visible = shape.window > 0 && start - shape.window + 1 > 0 ? start - shape.window + 1 : 0;
+  const int num_pages = last_position / kPageSize + 1, first_page = first_visible / kPageSize;
+
+  for (int head = item.first_head; head < item.last_head; ++head) {
+    const char* q = model.buffers.queries +
+                    (int64_t(head) * args.num_tokens + row0) * group * dim * int64_t(sizeof(E));
+    for (int r = 0; r < rows; ++r) {
+      states[r] = {-1e30f, 0.0f};
+      positions[r] = start + r / group;
+    }
+    std::memset(out, 0, size_t(rows) * dim * 4);
+    for (int chunk = first_page / kChunkPages; chunk * kChunkPages < num_pages; ++chunk) {
+      const char *keys[kChunkPages], *values[kChunkPages], *ahead[kChunkPages];
+      const int chunk_page = chunk * kChunkPages, chunk_start = chunk_page * kPageSize;
+      const int begin = first_page > chunk_page ? first_page - chunk_page : 0;
+      const int end = num_pages - chunk_page < kChunkPages ? num_pages - chunk_page : kChunkPages;
+      for (int page = begin; page < end; ++page) {
+        keys[page] = base + table[chunk_page + page] * block_bytes + head * 2 * page_bytes;
+        values[page] = keys[page] + page_bytes;
+        // While V is read, the K that comes next is fetched: the next chunk's, else the next head's.
+        const int later = chunk_page + page + kChunkPages;
+        if (later < num_pages)
+          ahead[page] = base + table[later] * block_bytes + head * 2 * page_bytes;
+        else if (head + 1 < item.last_head && page + first_page / kChunkPages * kChunkPages >= first_page &&
+                 page + first_page / kChunkPages * kChunkPages < num_pages)
+          ahead[page] = base + table[page + first_page / kChunkPages * kChunkPages] * block_bytes +
+                        (head + 1) * 2 * page_bytes;
+        else
+          ahead[page] = values[page];
+      }
+      for (int block = 0; block < blocks; ++block) {
+        int row, count;
+        even_block(rows, blocks, block, &row, &count);
+        // Pages that no row of this block sees add exact zeros: skipping them changes nothing but time.
+        const int block_end = positions[row + count - 1] / kPageSize + 1 - chunk_page;
+        const int low = shape.window > 0 ? positions[row] - shape.window + 1 : 0;
+        const int block_begin = low > 0 ? low / kPageSize - chunk_page : 0;
+        const int from = block_begin > begin ? block_begin : begin, to = block_end < end ? block_end : end;
+        if (from >= to) continue;
+        attend_rows<F>(count, shape, q + int64_t(row) * dim * sizeof(E), keys, values, ahead, chunk_start,
+                       positions + row, from, to, out + int64_t(row) * dim, states + row);
+      }
+    }
+    for (int r = 0; r < rows; ++r) {
+      const int token = row0 + r / group, query_head = head * group + r % group;
+      float sum = states[r].sum, rescale = 1.0f;
+      if (layer.sinks) {
+        const float sink = layer.sinks[query_head];
+        const float top = sink > states[r].largest ? sink : states[r].largest;
+        rescale = expf(states[r].largest - top);
+        sum = sum * rescale + expf(sink - top);
+      }
+      const F16 factor = set1(rescale / sum);
+      E* target = reinterpret_cast<E*>(model.buffers.attended + token * model.buffers.attended_stride) +
+                  query_head * dim;
+      for (int d = 0; d < dim; d += 16) store(target + d, load(out + int64_t(r) * dim + d) * factor);
+    }
+  }
+}
+
+}  // namespace AIOCB_ISA
+}  // namespace aiocb

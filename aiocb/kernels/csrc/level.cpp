@@ -1,0 +1,317 @@
+// One instruction-set level: the whole step of a decoder, and the single kernels for tests and benchmarks.
+//
+// Compiled once per level with AIOCB_ISA set to its name; api.cpp chooses one at run time. A step is one parallel region
+// of a few stages per layer with a barrier between them; every stage cuts its work so that no output has two owners.
+#include "attention.h"
+#include "gemm.h"
+#include "model.h"
+#include "pool.h"
+#include "rows.h"
+#include "vec.h"
+
+namespace aiocb {
+namespace AIOCB_ISA {
+namespace {
+
+enum Stage { kRows = 0, kQkv, kPlace, kAttend, kOut, kGateUp, kDown, kHead, kNumStages };
+
+class Clock {
+ public:
+  Clock(double* profile, int thread) : profile_(thread == 0 ? profile : nullptr), last_(profile_ ? pool_now() : 0) {}
+  AIOCB_INLINE void lap(Stage stage) {
+    if (!profile_) return;
+    const double now = pool_now();
+    profile_[stage] += now - last_;
+    last_ = now;
+  }
+
+ private:
+  double* profile_;
+  double last_;
+};
+
+struct Share {
+  int begin, end;
+};
+AIOCB_INLINE Share share_of(int count, int thread, int num_threads) {
+  return {int(int64_t(count) * thread / num_threads), int(int64_t(count) * (thread + 1) / num_threads)};
+}
+
+template <class F>
+struct Step {
+  typedef typename F::Element E;
+  const Model& model;
+  const StepArgs& args;
+  const Config& c;
+  const Buffers& buffers;
+  const int thread, num_threads;
+  const Share rows;
+
+  Step(const Model& m, const StepArgs& a, int t, int n)
+      : model(m), args(a), c(m.config), buffers(m.buffers), thread(t), num_threads(n),
+        rows(share_of(a.num_tokens, t, n)) {}
+
+  AIOCB_INLINE float* x(int row) const { return buffers.x + int64_t(row) * c.hidden_size; }
+  AIOCB_INLINE E* normed(int row) const { return reinterpret_cast<E*>(buffers.normed + row * buffers.hidden_stride); }
+  template <class Out>
+  AIOCB_INLINE void norm(const Norm& n, const float* in, Out* out) const {
+    norm_row(n, c.is_layer_norm, c.norm_eps, in, c.hidden_size, out);
+  }
+
+  void embed() const {
+    for (int row = rows.begin; row < rows.end; ++row) embed_row(model, args.token_ids[row], x(row));
+  }
+
+  // Once per step, not per layer; computed, not tabled: a table for 128k positions would be larger than the model.
+  void rotations() const {
+    const int half = c.rotary_dim / 2;
+    for (int row = rows.begin; row < rows.end; ++row) {
+      for (int r = 0; r < c.num_ropes; ++r) {
+        const Rope& rope = model.ropes[r];
+        const int64_t offset = (int64_t(r) * args.num_tokens + row) * half;
+        for (int i = 0; i < half; ++i) {
+          const float angle = rope.inverse_frequencies[i] * float(buffers.row_positions[row]);
+          buffers.cosine[offset + i] = std::cos(angle) * rope.scaling;
+          buffers.sine[offset + i] = std::sin(angle) * rope.scaling;
+        }
+      }
+    }
+  }
+
+  // A branch that is normed before it joins the residual stream was left in `branch` by its linear.
+  void join_branch(const Norm& post) const {
+    if (!post.weight) return;
+    for (int row = rows.begin; row < rows.end; ++row) {
+      float* branch = buffers.branch + int64_t(row) * c.hidden_size;
+      norm(post, branch, branch);
+      float* target = x(row);
+      const F16 scale = set1(c.residual_scale);
+      for (int i = 0; i < c.hidden_size; i += 16) {
+        const int count = c.hidden_size - i;
+        store_part(target + i, fma(scale, load_part(branch + i, count), load_part(target + i, count)), count);
+      }
+    }
+  }
+
+  void norm_rows(const Norm& n) const {
+    for (int row = rows.begin; row < rows.end; ++row) norm(n, x(row), normed(row));
+  }
+
+  void norm_rows_twice(const Layer& layer) const {
+    for (int row = rows.begin; row < rows.end; ++row) {
+      norm(layer.input, x(row), normed(row));
+      norm(layer.mlp, x(row), reinterpret_cast<E*>(buffers.normed_mlp + row * buffers.hidden_stride));
+    }
+  }
+
+  void project_back(const Linear& linear, const Norm& post, const char* a, int64_t stride, const char* next) const {
+    if (post.weight) {
+      StoreEpilogue epilogue = {buffers.branch, c.hidden_size, c.hidden_size, linear.bias};
+      run_linear<F>(linear, a, stride, args.num_tokens, next, thread, num_threads, epilogue);
+    } else {
+      ResidualEpilogue epilogue = {buffers.x, c.hidden_size, c.hidden_size, linear.bias, c.residual_scale};
+      run_linear<F>(linear, a, stride, args.num_tokens, next, thread, num_threads, epilogue);
+    }
+  }
+
+  void place(const Layer& layer) const {
+    const int width = layer.qkv.columns;
+    int sequence = 0, first = 0;
+    for (int row = rows.begin; row < rows.end; ++row) {
+      while (row >= first + args.lengths[sequence]) first += args.lengths[sequence++];
+      const int position = buffers.row_positions[row];
+      const int block = args.tables[layer.group][args.table_offsets[layer.group][sequence] + position / kPageSize];
+      place_token<F>(model, layer, row, args.num_tokens, position, block, buffers.qkv + int64_t(row) * width);
+    }
+  }
+
+  void attend(const Layer& layer, int index) const {
+    char* scratch = buffers.scratch + thread * buffers.scratch_bytes;
+    for (int i; (i = pool_next(model.pool, index)) < buffers.num_items;)
+      run_attention<F>(model, args, layer, buffers.items[i], scratch);
+  }
+
+  void logits() const {
+    const Share share = share_of(args.num_outputs, thread, num_threads);
+    for (int i = share.begin; i < share.end; ++i)
+      norm(model.final_norm, x(args.output_rows[i]),
+           reinterpret_cast<E*>(buffers.output_rows + i * buffers.hidden_stride));
+    float* best = buffers.best_values + int64_t(thread) * args.num_outputs;
+    int32_t* ids = buffers.best_ids + int64_t(thread) * args.num_outputs;
+    for (int i = 0; i < args.num_outputs; ++i) best[i] = -3.4e38f, ids[i] = -1;
+    pool_barrier(model.pool);
+    LogitsEpilogue epilogue = {c.logit_scale, c.logit_softcap, model.head.columns, model.head.bias,
+                               args.logit_slots, args.logits, best, ids};
+    run_linear<F>(model.head, buffers.output_rows, buffers.hidden_stride, args.num_outputs,
+               first_panel(model.layers[0].qkv, thread, num_threads), thread, num_threads, epilogue);
+    pool_barrier(model.pool);
+    // Threads hold ascending columns, so a strict comparison keeps the lowest id among equals.
+    for (int i = share.begin; i < share.end; ++i) {
+      int winner = 0;
+      for (int t = 1; t < num_threads; ++t)
+        if (buffers.best_values[int64_t(t) * args.num_outputs + i] >
+            buffers.best_values[int64_t(winner) * args.num_outputs + i])
+          winner = t;
+      args.argmax[i] = buffers.best_ids[int64_t(winner) * args.num_outputs + i];
+    }
+  }
+
+  void run() const {
+    Clock clock(args.profile, thread);
+    Pool* pool = model.pool;
+    embed();
+    rotations();
+    for (int l = 0; l < c.num_layers; ++l) {
+      const Layer& layer = model.layers[l];
+      const Linear& after = l + 1 < c.num_layers ? model.layers[l + 1].qkv : model.head;
+      if (c.is_parallel)
+        norm_rows_twice(layer);
+      else
+        norm_rows(layer.input);
+      pool_barrier(pool);
+      clock.lap(kRows);
+
+      StoreEpilogue keep = {buffers.qkv, layer.qkv.columns, layer.qkv.columns, layer.qkv.bias};
+      run_linear<F>(layer.qkv, buffers.normed, buffers.hidden_stride, args.num_tokens,
+                 first_panel(layer.out, thread, num_threads), thread, num_threads, keep);
+      pool_barrier(pool);
+      clock.lap(kQkv);
+
+      place(layer);
+      pool_barrier(pool);
+      clock.lap(kPlace);
+
+      attend(layer, l);
+      pool_barrier(pool);
+      clock.lap(kAttend);
+
+      project_back(layer.out, layer.post_attention, buffers.attended, buffers.attended_stride,
+                   first_panel(layer.gate_up, thread, num_threads));
+      pool_barrier(pool);
+      clock.lap(kOut);
+
+      if (!c.is_parallel) {
+        join_branch(layer.post_attention);
+        norm_rows(layer.mlp);
+        pool_barrier(pool);
+        clock.lap(kRows);
+      }
+
+      ActivationEpilogue<E> activation = {buffers.activated, buffers.activated_stride, c.intermediate_size,
+                                          layer.gate_up.bias, c.activation, c.is_gated != 0};
+      run_linear<F>(layer.gate_up, c.is_parallel ? buffers.normed_mlp : buffers.normed, buffers.hidden_stride,
+                 args.num_tokens, first_panel(layer.down, thread, num_threads), thread, num_threads, activation);
+      pool_barrier(pool);
+      clock.lap(kGateUp);
+
+      project_back(layer.down, layer.post_mlp, buffers.activated, buffers.activated_stride,
+                   first_panel(after, thread, num_threads));
+      pool_barrier(pool);
+      join_branch(layer.post_mlp);
+      clock.lap(kDown);
+    }
+    if (args.num_outputs > 0) {
+      pool_barrier(pool);  // rows to sample may be joined by another thread
+      logits();
+    }
+    clock.lap(kHead);
+  }
+};
+
+void step(const Model* model, const StepArgs* args, int thread, int num_threads) {
+  if (model->config.format == kF32)
+    Step<F32Format>(*model, *args, thread, num_threads).run();
+  else
+    Step<Bf16Format>(*model, *args, thread, num_threads).run();
+}
+
+void pack(const Linear* linear, const PackArgs* args, int thread, int num_threads) {
+  const Share share = share_of(linear->panels, thread, num_threads);
+  const bool to_bf16 = linear->format == kBf16;
+  const int step = to_bf16 ? 2 : 1, steps = linear->depth / step;
+  for (int panel = share.begin; panel < share.end; ++panel) {
+    char* out = linear->data + panel * linear->panel_bytes;
+    for (int column = 0; column < kPanel; ++column) {
+      const char* row = args->rows[panel * kPanel + column];
+      char* target = out + column * 4;
+      for (int k = 0; k < steps; ++k, target += kPanel * 4) {
+        float pair[2] = {0.0f, 0.0f};
+        uint16_t raw[2] = {0, 0};
+        if (row && to_bf16 && args->source_format == kBf16) {  // the common case: move the bits
+          const int count = 2 * k + 1 < args->depth ? 4 : 2;
+          std::memcpy(raw, row + k * 4, size_t(count));
+          std::memcpy(target, raw, 4);
+          continue;
+        }
+        for (int i = 0; row && i < step && k * step + i < args->depth; ++i) {
+          const int index = k * step + i;
+          pair[i] = args->source_format == kBf16 ? bf16_to_float(reinterpret_cast<const uint16_t*>(row)[index])
+                                                 : reinterpret_cast<const float*>(row)[index];
+        }
+        if (to_bf16) {
+          raw[0] = float_to_bf16(pair[0]), raw[1] = float_to_bf16(pair[1]);
+          std::memcpy(target, raw, 4);
+        } else {
+          std::memcpy(target, pair, 4);
+        }
+      }
+    }
+  }
+}
+
+// `qkv` was filled by the caller: rotate, write the cache, attend.
+template <class F>
+void attend_only(const Model& model, const StepArgs& args, int layer, int thread, int num_threads) {
+  const Step<F> step(model, args, thread, num_threads);
+  step.rotations();
+  pool_barrier(model.pool);
+  step.place(model.layers[layer]);
+  pool_barrier(model.pool);
+  step.attend(model.layers[layer], 0);
+}
+
+void attention(const Model* model, const StepArgs* args, int layer, int thread, int num_threads) {
+  if (model->config.format == kF32)
+    attend_only<F32Format>(*model, *args, layer, thread, num_threads);
+  else
+    attend_only<Bf16Format>(*model, *args, layer, thread, num_threads);
+}
+
+void linear(const Linear* linear, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
+            int thread, int num_threads) {
+  StoreEpilogue epilogue = {out, out_stride, linear->columns, linear->bias};
+  const char* rows_of_a = static_cast<const char*>(a);
+  if (linear->format == kF32)
+    run_linear<F32Format>(*linear, rows_of_a, a_stride, rows, nullptr, thread, num_threads, epilogue);
+  else
+    run_linear<Bf16Format>(*linear, rows_of_a, a_stride, rows, nullptr, thread, num_threads, epilogue);
+}
+
+void norm(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format, char* out,
+          int64_t out_stride) {
+  for (int r = 0; r < rows; ++r) {
+    if (format == kF32)
+      norm_row(*norm, is_layer_norm, eps, x + int64_t(r) * width, width, reinterpret_cast<float*>(out + r * out_stride));
+    else
+      norm_row(*norm, is_layer_norm, eps, x + int64_t(r) * width, width,
+               reinterpret_cast<uint16_t*>(out + r * out_stride));
+  }
+}
+
+void activation(int kind, const float* gate, const float* up, int count, float* out) {
+  for (int i = 0; i < count; i += 16) {
+    F16 value = activate(kind, load_part(gate + i, count - i));
+    if (up) value = value * load_part(up + i, count - i);
+    store_part(out + i, value, count - i);
+  }
+}
+
+}  // namespace
+
+#define AIOCB_STRING_(name) #name
+#define AIOCB_STRING(name) AIOCB_STRING_(name)
+extern const Level level;
+const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, norm, activation};
+
+}  // namespace AIOCB_ISA
+}  // namespace aiocb

@@ -1,0 +1,131 @@
+// Plain data shared by every instruction-set level: no inline code, no containers (see vec.h for the reason).
+//
+// T tokens of the step, R requests, H query heads, K key/value heads, G = H / K, D head dim, I intermediate, V vocabulary.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace aiocb {
+
+constexpr int kPageSize = 16;     // tokens of one page: the lanes of one vector of keys
+constexpr int kChunkPages = 8;    // softmax works on fixed chunks of 128 keys, counted from position 0
+constexpr int kPanel = 64;        // columns of one packed weight panel
+constexpr int kMaxHeadDim = 256;
+constexpr int kItemRows = 48;      // rows (tokens x heads of a group) of one unit of attention work
+constexpr int kRowPad = 64;       // bytes added to an activation row, so that rows do not share cache sets
+
+enum Format : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2 };
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, kRelu2 = 4 };
+enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kFullWidth = 2 };
+
+// Packed weights: [panels][k steps][64 columns] of four bytes (two bf16 or one float along k).
+struct Linear {
+  char* data;
+  float* bias;        // [panels * 64], in packed column order, or null
+  int32_t format;
+  int32_t columns;    // of the output, without padding
+  int32_t depth;      // elements along k, a multiple of the k step
+  int32_t panels;
+  int64_t panel_bytes;
+  void* extra;        // owned by the format (scales of int8)
+};
+
+struct Norm {
+  float* weight;      // null: no norm here
+  float* bias;        // layer norm only
+};
+
+struct Layer {
+  Linear qkv, out, gate_up, down;
+  Norm input, post_attention, mlp, post_mlp, q, k;
+  float* sinks;       // [H] or null
+  int32_t window;     // 0: full attention
+  int32_t rope;       // index of the rope table, -1: none
+  int32_t group;      // cache group
+  int32_t group_layer;
+  float scale;        // of q . k
+};
+
+struct Config {
+  int32_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size;
+  int32_t format;     // of weights, activations and cache: kF32 or kBf16
+  int32_t activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, is_interleaved, num_groups, num_ropes;
+  int32_t embedding_format;
+  float norm_eps, embedding_scale, residual_scale, logit_scale, attention_softcap, logit_softcap;
+};
+
+struct Group {
+  int32_t num_blocks, num_layers;
+  char* pool;         // [num_layers][num_blocks][K][K page, V page]
+};
+
+struct Rope {
+  float* inverse_frequencies;  // [rotary_dim / 2]
+  float scaling;
+};
+
+struct StepArgs {
+  int32_t num_tokens, num_sequences, num_outputs, reserved;
+  const int32_t* token_ids;       // [T]
+  const int32_t* starts;          // [R] position of the first new token
+  const int32_t* lengths;         // [R] new tokens
+  const int32_t* const* tables;   // by group: the block tables of all sequences, one after another
+  const int32_t* const* table_offsets;  // by group: [R + 1] where each sequence's table begins
+  const int32_t* output_rows;     // [outputs] rows of the packed tokens
+  const int32_t* logit_slots;     // [outputs] row of `logits` to write, -1: none
+  float* logits;                  // [slots][V]
+  int32_t* argmax;                // [outputs]
+  double* profile;                // seconds by stage, or null
+};
+
+// One unit of attention work: tokens [first_token, first_token + num_tokens) of a sequence, heads [first_head, last_head).
+struct AttentionItem {
+  int32_t sequence, first_token, num_tokens, first_row, first_head, last_head;
+};
+
+struct Buffers {
+  float *x, *branch, *qkv, *cosine, *sine;
+  char *normed, *normed_mlp, *queries, *attended, *activated, *output_rows;
+  AttentionItem* items;
+  int32_t num_items;
+  char* scratch;                  // per thread
+  int64_t scratch_bytes;
+  float* best_values;             // [threads][outputs]
+  int32_t* best_ids;
+  int32_t* row_positions;         // [T]
+  int64_t hidden_stride, attended_stride, activated_stride;  // bytes of one activation row
+};
+
+struct Pool;
+
+struct Model {
+  Config config;
+  Layer* layers;
+  Linear head;
+  Norm final_norm;
+  const char* embedding;          // borrowed, row-major [V][hidden]
+  Group* groups;
+  Rope* ropes;
+  Buffers buffers;
+  Pool* pool;
+};
+
+struct PackArgs {
+  const char* const* rows;        // [panels * 64] source row of each packed column, null: zeros
+  int32_t source_format, depth;
+};
+
+// What one instruction-set level offers; `run` is called by every thread of the pool.
+struct Level {
+  const char* name;
+  void (*step)(const Model* model, const StepArgs* args, int thread, int num_threads);
+  void (*attention)(const Model* model, const StepArgs* args, int layer, int thread, int num_threads);
+  void (*pack)(const Linear* linear, const PackArgs* args, int thread, int num_threads);
+  void (*linear)(const Linear* linear, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
+                 int thread, int num_threads);
+  void (*norm)(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format,
+               char* out, int64_t out_stride);
+  void (*activation)(int kind, const float* gate, const float* up, int count, float* out);
+};
+
+}  // namespace aiocb

@@ -1,0 +1,21 @@
+// The thread pool: the caller plus n - 1 threads; one region per step with barriers inside.
+//
+// Only plain functions, defined once in pool.cpp: an inline atomic in a header would be compiled per instruction set.
+#pragma once
+#include <cstdint>
+
+namespace aiocb {
+
+struct Pool;
+typedef void (*Region)(void* context, int thread, int num_threads);
+
+Pool* pool_create(int num_threads, const int32_t* cores);  // cores: one per thread, or null
+void pool_destroy(Pool* pool);
+int pool_size(const Pool* pool);
+void pool_run(Pool* pool, Region region, void* context);   // returns when every thread has finished
+void pool_barrier(Pool* pool);
+void pool_reset_counters(Pool* pool, int count);           // call between regions
+int pool_next(Pool* pool, int counter);                    // 0, 1, 2, ... over all threads
+double pool_now();
+
+}  // namespace aiocb

@@ -1,0 +1,141 @@
+// Work on single rows: embedding, norms, rotary embedding with the cache write.
+#pragma once
+#include <cmath>
+
+#include "model.h"
+#include "vec.h"
+
+namespace aiocb {
+namespace AIOCB_ISA {
+
+// Callers may hand rows whose width is not a multiple of sixteen: the tail is read and written by lane.
+AIOCB_INLINE F16 load_part(const float* p, int count) {
+  if (count >= 16) return load(p);
+  float lanes[16] = {};
+  std::memcpy(lanes, p, size_t(count) * 4);
+  return load(lanes);
+}
+template <class E>
+AIOCB_INLINE void store_part(E* p, F16 value, int count) {
+  if (count >= 16) return store(p, value);
+  E lanes[16];
+  store(lanes, value);
+  std::memcpy(p, lanes, size_t(count) * sizeof(E));
+}
+
+// out = norm(x) * weight + bias; without a weight, a plain copy. `x` and `out` may be the same.
+template <class E>
+AIOCB_INLINE void norm_row(const Norm& norm, bool is_layer_norm, float eps, const float* x, int width, E* out) {
+  if (!norm.weight) {
+    for (int i = 0; i < width; i += 16) store_part(out + i, load_part(x + i, width - i), width - i);
+    return;
+  }
+  float mean = 0.0f;
+  if (is_layer_norm) {
+    F16 sum = zero();
+    for (int i = 0; i < width; i += 16) sum = sum + load_part(x + i, width - i);
+    mean = reduce_add(sum) / float(width);
+  }
+  F16 squares = zero();
+  for (int i = 0; i < width; i += 16) {
+    F16 value = load_part(x + i, width - i) - set1(mean);
+    if (width - i < 16) value = keep_lanes(value, 0, width - i, 0.0f);
+    squares = fma(value, value, squares);
+  }
+  const F16 scale = set1(1.0f / std::sqrt(reduce_add(squares) / float(width) + eps));
+  for (int i = 0; i < width; i += 16) {
+    F16 value = (load_part(x + i, width - i) - set1(mean)) * scale * load_part(norm.weight + i, width - i);
+    if (norm.bias) value = value + load_part(norm.bias + i, width - i);
+    store_part(out + i, value, width - i);
+  }
+}
+
+AIOCB_INLINE void embed_row(const Model& model, int token, float* x) {
+  const Config& c = model.config;
+  const F16 scale = set1(c.embedding_scale);
+  if (c.embedding_format == kBf16) {
+    const uint16_t* row = reinterpret_cast<const uint16_t*>(model.embedding) + int64_t(token) * c.hidden_size;
+    int i = 0;
+    for (; i + 16 <= c.hidden_size; i += 16) store(x + i, load(row + i) * scale);
+    for (; i < c.hidden_size; ++i) x[i] = bf16_to_float(row[i]) * c.embedding_scale;
+  } else {
+    const float* row = reinterpret_cast<const float*>(model.embedding) + int64_t(token) * c.hidden_size;
+    for (int i = 0; i < c.hidden_size; i += 16)
+      store_part(x + i, load_part(row + i, c.hidden_size - i) * scale, c.hidden_size - i);
+  }
+}
+
+AIOCB_INLINE void rotate_head(const Config& c, const float* cosine, const float* sine, float* x) {
+  const int half = c.rotary_dim / 2;
+  if (c.is_interleaved) {
+    for (int i = 0; i < half; ++i) {
+      float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cosine[i] - b * sine[i];
+      x[2 * i + 1] = b * cosine[i] + a * sine[i];
+    }
+    return;
+  }
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    F16 a = load(x + i), b = load(x + half + i), co = load(cosine + i), si = load(sine + i);
+    store(x + i, a * co - b * si);
+    store(x + half + i, b * co + a * si);
+  }
+  for (; i < half; ++i) {
+    float a = x[i], b = x[half + i];
+    x[i] = a * cosine[i] - b * sine[i];
+    x[half + i] = b * cosine[i] + a * sine[i];
+  }
+}
+
+// One token of one layer: norm and rotate q and k, put q where attention reads it ([K][T][G][D]), k and v in the cache.
+template <class F>
+AIOCB_INLINE void place_token(const Model& model, const Layer& layer, int token, int num_tokens, int position,
+                              int block, float* qkv) {
+  typedef typename F::Element E;
+  const Config& c = model.config;
+  const int heads = c.num_heads, kv_heads = c.num_kv_heads, dim = c.head_dim, group = heads / kv_heads;
+  const Buffers& buffers = model.buffers;
+  float* k = qkv + heads * dim;
+  float* v = k + kv_heads * dim;
+  if (c.qk_norm == kFullWidth) {
+    norm_row(layer.q, false, c.norm_eps, qkv, heads * dim, qkv);
+    norm_row(layer.k, false, c.norm_eps, k, kv_heads * dim, k);
+  }
+  const float *cosine = nullptr, *sine = nullptr;
+  if (layer.rope >= 0) {
+    const int64_t offset = (int64_t(layer.rope) * num_tokens + token) * (c.rotary_dim / 2);
+    cosine = buffers.cosine + offset, sine = buffers.sine + offset;
+  }
+  for (int h = 0; h < heads; ++h) {
+    float* head = qkv + h * dim;
+    if (c.qk_norm == kPerHead) norm_row(layer.q, false, c.norm_eps, head, dim, head);
+    if (cosine) rotate_head(c, cosine, sine, head);
+    E* target = reinterpret_cast<E*>(buffers.queries) +
+                ((int64_t(h / group) * num_tokens + token) * group + h % group) * dim;
+    for (int d = 0; d < dim; d += 16) store(target + d, load(head + d));
+  }
+  const Group& cache = model.groups[layer.group];
+  const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E);
+  char* pages = cache.pool + (int64_t(layer.group_layer) * cache.num_blocks + block) * kv_heads * 2 * page_bytes;
+  const int slot = position % kPageSize;
+  constexpr int step = F::kStep;
+  for (int h = 0; h < kv_heads; ++h, pages += 2 * page_bytes) {
+    float* head = k + h * dim;
+    if (c.qk_norm == kPerHead) norm_row(layer.k, false, c.norm_eps, head, dim, head);
+    if (cosine) rotate_head(c, cosine, sine, head);
+    alignas(64) E packed[kMaxHeadDim];
+    for (int d = 0; d < dim; d += 16) store(packed + d, load(head + d));
+    // K page: [D / step][16 tokens][step]
+    char* column = pages + slot * 4;
+    for (int d = 0; d < dim / step; ++d)
+      std::memcpy(column + d * 64, reinterpret_cast<const char*>(packed) + d * 4, 4);
+    // V page: [16 tokens / step][D][step]
+    for (int d = 0; d < dim; d += 16) store(packed + d, load(v + h * dim + d));
+    E* line = reinterpret_cast<E*>(pages + page_bytes) + int64_t(slot / step) * dim * step + slot % step;
+    for (int d = 0; d < dim; ++d) line[d * step] = packed[d];
+  }
+}
+
+}  // namespace AIOCB_ISA
+}  // namespace aiocb

@@ -1,0 +1,358 @@
+"""Decoder families that the native step can run, and how to read one out of a transformers module.
+
+A family is a row of a table: where its norms sit, how its MLP and its projections are stored. Everything that can be
+read from the loaded module (weights, biases, rotary frequencies, activation, scaling) is read from there and not from
+the config, so that a value which transformers adjusts at load is not missed. Whatever is not understood is a reason to
+take the generic path, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["Family", "LayerDescription", "ModelDescription", "Projection", "describe"]
+
+MAX_HEAD_DIM = 256
+
+
+class Family(NamedTuple):
+    """One architecture of transformers.
+
+    Attributes:
+        class_name: the causal LM class; a subclass may change the forward, so only this one is taken.
+        norms: native norm -> attribute of the decoder layer. Absent: that norm does not exist.
+        norm_offset: added to a norm's weight (Gemma stores w - 1).
+        is_layer_norm: mean and variance instead of the root mean square.
+        mlp: `gated` (gate_proj, up_proj), `fused` (gate_up_proj), `c_fc`, or `dense` (dense_h_to_4h).
+        qkv: `split`, `fused` (qkv_proj: all q, all k, all v) or `interleaved` (per head: q, k, v).
+        backbone, attention: attribute names of the decoder and of a layer's attention.
+        windows: where a sliding window may come from, in layers that `layer_types` does not describe.
+    """
+
+    class_name: str
+    norms: Mapping[str, str]
+    norm_offset: float = 0.0
+    is_layer_norm: bool = False
+    mlp: str = "gated"
+    qkv: str = "split"
+    backbone: str = "model"
+    attention: str = "self_attn"
+    has_window: bool = False
+
+
+_PRE = {"input": "input_layernorm", "mlp": "post_attention_layernorm"}
+_POST = {"post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"}
+_SANDWICH = {
+    "input": "input_layernorm",
+    "post_attention": "post_attention_layernorm",
+    "mlp": "pre_feedforward_layernorm",
+    "post_mlp": "post_feedforward_layernorm",
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _PRE),
+    "mistral": Family("MistralForCausalLM", _PRE, has_window=True),
+    "qwen2": Family("Qwen2ForCausalLM", _PRE, has_window=True),
+    "qwen3": Family("Qwen3ForCausalLM", _PRE, has_window=True),
+    "smollm3": Family("SmolLM3ForCausalLM", _PRE, has_window=True),
+    "granite": Family("GraniteForCausalLM", _PRE),
+    "phi3": Family("Phi3ForCausalLM", _PRE, mlp="fused", qkv="fused", has_window=True),
+    "olmo2": Family("Olmo2ForCausalLM", _POST),
+    "gemma": Family("GemmaForCausalLM", _PRE, norm_offset=1.0),
+    "gemma2": Family("Gemma2ForCausalLM", _SANDWICH, norm_offset=1.0, has_window=True),
+    "gemma3_text": Family("Gemma3ForCausalLM", _SANDWICH, norm_offset=1.0, has_window=True),
+    "starcoder2": Family("Starcoder2ForCausalLM", _PRE, is_layer_norm=True, mlp="c_fc", has_window=True),
+    "stablelm": Family("StableLmForCausalLM", _PRE, is_layer_norm=True),
+    "gpt_neox": Family(
+        "GPTNeoXForCausalLM",
+        _PRE,
+        is_layer_norm=True,
+        mlp="dense",
+        qkv="interleaved",
+        backbone="gpt_neox",
+        attention="attention",
+    ),
+}
+
+
+class Unsupported(Exception):  # noqa: N818  (not an error: the reason to take the generic path)
+    """Raised inside this module only; `describe` turns it into its reason."""
+
+
+class Projection(NamedTuple):
+    """A weight [N, K] (row per output) and its bias [N]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+class LayerDescription(NamedTuple):
+    """One decoder layer; `gate` is None when the MLP is plain."""
+
+    qkv: Projection
+    out: Projection
+    gate: Projection | None
+    up: Projection
+    down: Projection
+    vectors: dict[str, Tensor]
+    window: int | None
+    rope: int
+    scale: float
+
+
+class ModelDescription(NamedTuple):
+    """Everything the native step needs; tensors are views of the module's parameters."""
+
+    family: str
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    activation: str
+    is_layer_norm: bool
+    is_parallel: bool
+    qk_norm: int
+    rotary_dim: int
+    norm_eps: float
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
+    attention_softcap: float
+    logit_softcap: float
+    embedding: Tensor
+    head: Projection
+    final_vectors: dict[str, Tensor]
+    ropes: list[tuple[Tensor, float]]
+    layers: list[LayerDescription]
+    max_position_embeddings: int
+
+
+def describe(model: nn.Module) -> ModelDescription | str:
+    """Read a loaded causal LM; return the reason when the native step cannot run it."""
+    try:
+        return _describe(model)
+    except Unsupported as reason:
+        return str(reason)
+    except AttributeError as error:  # the module is not built as this table believes
+        return f"unexpected module structure: {error}"
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise Unsupported(reason)
+
+
+def _describe(model: Any) -> ModelDescription:
+    import torch
+
+    config = model.config
+    family = FAMILIES.get(config.model_type)
+    _require(family is not None, f"architecture {config.model_type!r} has no native description")
+    assert family is not None
+    _require(
+        type(model).__name__ == family.class_name and type(model).__module__.startswith("transformers.models."),
+        f"{type(model).__name__} is not transformers' {family.class_name}",
+    )
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    _require(dtypes in ({torch.bfloat16}, {torch.float32}), f"weights are {sorted(map(str, dtypes))}")
+    _require(all(p.device.type == "cpu" for p in model.parameters()), "weights are not on the CPU")
+
+    backbone = getattr(model, family.backbone)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    _require(head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM, f"head dim {head_dim} is not a multiple of 16 up to 256")
+    _require(config.hidden_size % 2 == 0, "the hidden size is odd")
+
+    ropes, rope_of_type = _ropes(backbone.rotary_emb)
+    first = getattr(backbone.layers[0], family.attention)
+    qk_norm = _qk_norm(first, head_dim)
+    embedding = getattr(backbone, "embed_in", None) or backbone.embed_tokens
+    final = getattr(backbone, "final_layer_norm", None) or backbone.norm
+    head = model.get_output_embeddings()
+    scale = getattr(embedding, "embed_scale", None)
+    layers = [
+        _layer(config, family, layer, index, heads, kv_heads, head_dim, rope_of_type, qk_norm)
+        for index, layer in enumerate(backbone.layers)
+    ]
+    mlp = backbone.layers[0].mlp
+    return ModelDescription(
+        family=config.model_type,
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=layers[0].down.weight.shape[1],
+        vocab_size=head.weight.shape[0],
+        activation=_activation(next(getattr(mlp, n) for n in ("act_fn", "activation_fn", "act") if hasattr(mlp, n))),
+        is_layer_norm=family.is_layer_norm,
+        is_parallel=bool(getattr(config, "use_parallel_residual", False)),
+        qk_norm=qk_norm,
+        rotary_dim=2 * len(ropes[0][0]) if ropes else 0,
+        norm_eps=_epsilon(final),
+        # In bf16 transformers multiplies by the rounded scale: it is part of the model as it was trained and tested.
+        embedding_scale=float(scale.to(embedding.weight.dtype))
+        if scale is not None
+        else float(getattr(config, "embedding_multiplier", 1.0)),
+        residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
+        logit_scale=1.0 / float(getattr(config, "logits_scaling", 1.0)),
+        attention_softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
+        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        embedding=embedding.weight,
+        head=_projection(head),
+        final_vectors=_norm(family, final, "final"),
+        ropes=ropes,
+        layers=layers,
+        max_position_embeddings=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
+    )
+
+
+def _layer(
+    config: Any,
+    family: Family,
+    layer: Any,
+    index: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rope_of_type: dict[str, int],
+    qk_norm: int,
+) -> LayerDescription:
+    attention = getattr(layer, family.attention)
+    gate, up, down = _mlp(family, layer.mlp)
+    vectors: dict[str, Tensor] = {}
+    for name, attribute in family.norms.items():
+        # A parallel StableLM has one norm for both branches.
+        norm = getattr(layer, attribute, None) or layer.input_layernorm
+        vectors.update(_norm(family, norm, name))
+    if qk_norm:
+        vectors["q"] = attention.q_norm.weight.float() + family.norm_offset
+        vectors["k"] = attention.k_norm.weight.float() + family.norm_offset
+    types = getattr(config, "layer_types", None)
+    layer_type = types[index] if types else "full_attention"
+    _require(layer_type in ("full_attention", "sliding_attention"), f"layer type {layer_type!r}")
+    window = getattr(config, "sliding_window", None) if family.has_window else None
+    if types and layer_type == "full_attention":
+        window = None
+    _require(not types or layer_type == "full_attention" or window is not None, "a sliding layer without a window")
+    rotates = bool(getattr(attention, "use_rope", True)) and bool(rope_of_type)
+    return LayerDescription(
+        qkv=_qkv(family, attention, heads, kv_heads, head_dim),
+        out=_projection(attention.dense if family.qkv == "interleaved" else attention.o_proj),
+        gate=gate,
+        up=up,
+        down=down,
+        vectors=vectors,
+        window=window,
+        rope=rope_of_type.get(layer_type, rope_of_type.get("", -1)) if rotates else -1,
+        scale=float(getattr(attention, "scaling", head_dim**-0.5)),
+    )
+
+
+def _projection(linear: Any) -> Projection:
+    from torch import nn
+
+    _require(type(linear) is nn.Linear, f"a projection is {type(linear).__name__}, not a plain Linear")
+    _require(not linear._forward_hooks and not linear._forward_pre_hooks, "a projection has forward hooks")
+    return Projection(linear.weight, linear.bias)
+
+
+def _concatenate(parts: list[Projection]) -> Projection:
+    import torch
+
+    weight = torch.cat([part.weight for part in parts])
+    biases = [part.bias for part in parts]
+    if all(bias is None for bias in biases):
+        return Projection(weight, None)
+    zeros = [torch.zeros(part.weight.shape[0]) if part.bias is None else part.bias.float() for part in parts]
+    return Projection(weight, torch.cat(zeros))
+
+
+def _qkv(family: Family, attention: Any, heads: int, kv_heads: int, head_dim: int) -> Projection:
+    if family.qkv == "fused":
+        return _projection(attention.qkv_proj)
+    if family.qkv == "interleaved":  # [heads][q, k, v][D] -> all q, all k, all v
+        fused = _projection(attention.query_key_value)
+        weight = fused.weight.view(heads, 3, head_dim, -1).transpose(0, 1).reshape(3 * heads * head_dim, -1)
+        bias = None if fused.bias is None else fused.bias.view(heads, 3, head_dim).transpose(0, 1).reshape(-1)
+        return Projection(weight, bias)
+    parts = [_projection(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
+    expected = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    _require([part.weight.shape[0] for part in parts] == expected, "projections do not match the heads of the config")
+    return _concatenate(parts)
+
+
+def _mlp(family: Family, mlp: Any) -> tuple[Projection | None, Projection, Projection]:
+    if family.mlp == "gated":
+        return _projection(mlp.gate_proj), _projection(mlp.up_proj), _projection(mlp.down_proj)
+    if family.mlp == "fused":
+        fused = _projection(mlp.gate_up_proj)
+        half = fused.weight.shape[0] // 2
+        _require(fused.bias is None, "a fused MLP with a bias")
+        return Projection(fused.weight[:half], None), Projection(fused.weight[half:], None), _projection(mlp.down_proj)
+    if family.mlp == "c_fc":
+        return None, _projection(mlp.c_fc), _projection(mlp.c_proj)
+    return None, _projection(mlp.dense_h_to_4h), _projection(mlp.dense_4h_to_h)
+
+
+def _norm(family: Family, norm: Any, name: str) -> dict[str, Tensor]:
+    vectors = {name: norm.weight.float() + family.norm_offset}
+    bias = getattr(norm, "bias", None)
+    if bias is not None:
+        vectors[f"{name}_bias"] = bias.float()
+    return vectors
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def _qk_norm(attention: Any, head_dim: int) -> int:
+    if not hasattr(attention, "q_norm"):
+        _require(not getattr(attention, "qk_layernorm", False), "layer norm on queries and keys")
+        return 0
+    return 1 if attention.q_norm.weight.numel() == head_dim else 2
+
+
+def _ropes(rotary: Any) -> tuple[list[tuple[Tensor, float]], dict[str, int]]:
+    """The rotary tables, and which of them a layer type uses (`""`: every layer)."""
+    kinds: dict[str, str] = (
+        dict(rotary.rope_type) if isinstance(rotary.rope_type, dict) else {"": str(rotary.rope_type)}
+    )
+    ropes: list[tuple[Tensor, float]] = []
+    for name, kind in kinds.items():
+        _require(kind in ("default", "linear", "llama3", "yarn"), f"rotary embedding of type {kind!r}")
+        prefix = f"{name}_" if name else ""
+        ropes.append(
+            (getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling")))
+        )
+    _require(len({len(frequencies) for frequencies, _ in ropes}) == 1, "rotary tables of different sizes")
+    return ropes, {name: index for index, name in enumerate(kinds)}
+
+
+def _activation(module: Callable[[Tensor], Tensor]) -> str:
+    """Recognise the function by its values: transformers has several names and classes for each."""
+    import torch
+
+    x = torch.linspace(-6.0, 6.0, 97, dtype=torch.float64)
+    cubic = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
+    candidates = {
+        "silu": x * torch.sigmoid(x),
+        "gelu_tanh": 0.5 * x * (1.0 + torch.tanh(cubic)),
+        "gelu": 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0))),
+        "relu": torch.relu(x),
+        "relu2": torch.relu(x) ** 2,
+    }
+    with torch.no_grad():
+        actual = module(x.float()).double()
+    for name, expected in candidates.items():
+        if torch.allclose(actual, expected, rtol=0.0, atol=2e-6):
+            return name
+    raise Unsupported(f"activation {type(module).__name__}")
