@@ -115,7 +115,9 @@ class TextProcessor:
                     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
             with self._long_lock:
                 if self._long_tokenizer is None:
-                    self._long_tokenizer = copy.deepcopy(tokenizer)
+                    # A large backend takes seconds to copy, and what is shared there is its truncation only.
+                    has_backend = getattr(tokenizer, "backend_tokenizer", None) is not None
+                    self._long_tokenizer = tokenizer if has_backend else copy.deepcopy(tokenizer)
                 return list(self._long_tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except Exception as error:
             raise InvalidRequest(f"the tokenizer cannot encode this prompt: {error}") from error
@@ -207,8 +209,10 @@ class TextProcessor:
                     if b"".join(pieces[start:]) in wanted:
                         found[tuple(ids[start:])] = None
                         break
-            if len(found) == before and (ids := self.encode(bare, add_special_tokens=False)):
-                found[tuple(ids)] = None
+            if len(found) == before:  # a tokenizer that rewrites words, say in lower case
+                ids = self.encode(bare, add_special_tokens=False)
+                if ids and getattr(self._tokenizer, "unk_token_id", None) not in ids:
+                    found[tuple(ids)] = None
         return tuple(found)
 
     def normalize_prompt(
