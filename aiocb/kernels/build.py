@@ -76,7 +76,7 @@ def cache_dir() -> Path:
 
 
 def find_compiler() -> tuple[list[str], str] | KernelUnavailable:
-    """Return the command of a C++ compiler and its version line: `$CXX`, `c++`, `g++`, `clang++`, the first that runs."""
+    """Return the first compiler that runs of `$CXX`, `c++`, `g++`, `clang++`, with its version line."""
     for candidate in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         command = shlex.split(candidate) if candidate else []
         if not command or shutil.which(command[0]) is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["ModelConfig", "KernelError", "Library", "NativeModel", "StepArguments", "load"]
+__all__ = ["KernelError", "Library", "ModelConfig", "NativeModel", "StepArguments", "load"]
 
 FORMATS = {"float32": 0, "bfloat16": 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
@@ -51,7 +51,7 @@ class KernelError(RuntimeError):
 class ModelConfig(ctypes.Structure):
     """`Config` of model.h, field by field."""
 
-    _fields_ = [  # noqa: RUF012  (ctypes reads it once, when the class is made)
+    _fields_ = [
         *((name, c_int32) for name in (
             "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
             "format", "activation", "is_gated", "is_layer_norm", "qk_norm", "is_parallel", "rotary_dim",
@@ -66,7 +66,7 @@ class ModelConfig(ctypes.Structure):
 class StepArguments(ctypes.Structure):
     """`StepArgs` of model.h, field by field."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("num_tokens", c_int32),
         ("num_sequences", c_int32),
         ("num_outputs", c_int32),
@@ -238,9 +238,7 @@ class NativeModel:
 
     def set_vector(self, layer: int, name: str, values: npt.NDArray[np.float32]) -> None:
         """Copy a norm's weight or bias, or the sinks."""
-        self._check(
-            self._calls.aiocb_set_vector(self.handle, layer, VECTORS[name], values.ctypes.data, values.size)
-        )
+        self._check(self._calls.aiocb_set_vector(self.handle, layer, VECTORS[name], values.ctypes.data, values.size))
 
     def set_linear(
         self,
@@ -259,9 +257,16 @@ class NativeModel:
         """
         self._check(
             self._calls.aiocb_set_linear(
-                self.handle, layer, LINEARS[name], rows.ctypes.data, len(rows), depth, source_format, weight_format,
+                self.handle,
+                layer,
+                LINEARS[name],
+                rows.ctypes.data,
+                len(rows),
+                depth,
+                source_format,
+                weight_format,
                 bias.ctypes.data if bias is not None else None,
-            )  # fmt: skip
+            )
         )
 
     def set_embedding(self, address: int, owner: object) -> None:

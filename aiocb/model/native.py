@@ -11,21 +11,25 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from aiocb.config import Choice, EngineConfig
 from aiocb.errors import RequestFailed
 from aiocb.kernels import KernelError, KernelUnavailable, Library, NativeModel, load
-from aiocb.kernels.library import ACTIVATIONS, FORMATS, ModelConfig, StepArguments
+from aiocb.kernels.library import StepArguments
 from aiocb.kernels.threads import default_num_threads
-from aiocb.model.families import LayerDescription, ModelDescription, Projection, describe
+from aiocb.model.families import ModelDescription, describe
+from aiocb.model.native_weights import build_native_model
 from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    import torch
     from torch import Tensor, nn
 
-__all__ = ["NativeRunner", "create_native_runner"]
+    from aiocb.attention.base import AttentionBackend, LayerSpec
+    from aiocb.model.kv import CacheSize
+
+__all__ = ["NativeRunner", "create_native_runner", "try_build"]
 
 PAGE_SIZE = 16
 _PROBE_TOKENS = 40
@@ -60,6 +64,7 @@ class NativeRunner:
         self._max_model_len = description.max_position_embeddings
         self._sampler = sampler
         self._notes = notes
+        self.choices = tuple(Choice(name, value, "native runner") for name, value in notes.items())
         self._is_plain: dict[int, bool] = {}
         self._logits: Tensor | None = None
 
@@ -207,11 +212,42 @@ def _address(values: array[int]) -> int:
     return values.buffer_info()[0]
 
 
+def try_build(
+    model: Any, config: EngineConfig, sampler: Sampler | None, *, max_model_len: int, owns_model: bool
+) -> tuple[NativeRunner | None, str]:
+    """Build the native runner as the engine's settings ask; the string says why, either way.
+
+    Raises:
+        ConfigError: not even one short request would fit into the cache that is configured.
+    """
+    if config.page_size not in (None, PAGE_SIZE):
+        return None, f"native kernels work on pages of {PAGE_SIZE} tokens, not {config.page_size}"
+    description = describe(model)
+    if isinstance(description, str):
+        return None, description
+    library = load()
+    if isinstance(library, KernelUnavailable):
+        return None, library.reason
+    size = _cache_size(description, config, max_model_len)
+    runner = create_native_runner(
+        model,
+        sampler=sampler,
+        num_blocks=size.num_blocks,
+        num_threads=config.num_threads,
+        own_model=owns_model,
+        library=library,
+    )
+    if isinstance(runner, str):
+        return None, runner
+    runner.choices = (*size.choices, *runner.choices)
+    return runner, runner.describe()["runner"]
+
+
 def create_native_runner(
     model: nn.Module,
     *,
     sampler: Sampler | None,
-    num_blocks: int | None = None,
+    num_blocks: int | Sequence[int] | None = None,
     cache_bytes: int | None = None,
     num_threads: int | None = None,
     cores: Sequence[int] | None = None,
@@ -227,7 +263,7 @@ def create_native_runner(
     Args:
         model: a loaded transformers causal LM on the CPU, in bf16 or fp32.
         sampler: for whatever is not plain greedy.
-        num_blocks: physical blocks of each cache group, the null block included.
+        num_blocks: physical blocks of every cache group (or of each), the null block included.
         cache_bytes: budget that decides `num_blocks` when that is None; default 1 GiB. Pages become resident when used.
         num_threads: None is one per physical core.
         cores: one core per thread to bind to.
@@ -245,7 +281,7 @@ def create_native_runner(
     threads = num_threads or default_num_threads()
     layout = _layout(description, num_blocks, cache_bytes)
     try:
-        native = _build(loaded, description, layout, threads, cores, level)
+        native = build_native_model(loaded, description, layout, threads, cores, level)
     except KernelError as error:
         return str(error)
     dtype = str(description.embedding.dtype).removeprefix("torch.")
@@ -255,17 +291,47 @@ def create_native_runner(
     }
     runner = NativeRunner(native, description, layout, sampler, notes)
     if probe:
-        error, tolerance = _probe(model, runner), _PROBE_TOLERANCE[dtype]
-        if not error <= tolerance:
+        distance, tolerance = _probe(model, runner), _PROBE_TOLERANCE[dtype]
+        if not distance <= tolerance:  # NaN too
             runner.close()
-            return f"the native step differs from the module's forward (relative error {error:.2g} > {tolerance:g})"
-        notes["parity"] = f"relative error {error:.1e} against the module's own forward on {_PROBE_TOKENS} tokens"
+            return f"the native step differs from the module's forward (relative error {distance:.2g} > {tolerance:g})"
+        notes["parity"] = f"relative error {distance:.1e} against the module's own forward on {_PROBE_TOKENS} tokens"
     if own_model:
         _free(model, description.embedding)
     return runner
 
 
-def _layout(description: ModelDescription, num_blocks: int | None, cache_bytes: int | None) -> CacheLayout:
+class _PageShape:
+    """What the choice of a cache size asks of a backend."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        from aiocb.attention.base import Capabilities
+
+        self.capabilities = Capabilities(page_sizes=(PAGE_SIZE,), default_page_size=PAGE_SIZE)
+
+    def block_bytes(self, spec: LayerSpec, page_size: int, dtype: torch.dtype) -> int:
+        """K and V of one page of one layer."""
+        return 2 * page_size * spec.num_kv_heads * spec.key_dim * dtype.itemsize
+
+
+def _cache_size(description: ModelDescription, config: EngineConfig, max_model_len: int) -> CacheSize:
+    from aiocb.attention.base import LayerSpec
+    from aiocb.model.kv import choose_cache_size
+
+    d = description
+    specs = [
+        LayerSpec(index, d.num_heads, d.num_kv_heads, d.head_dim, d.head_dim, layer.scale, layer.window)
+        for index, layer in enumerate(d.layers)
+    ]
+    backend = cast("AttentionBackend", _PageShape())
+    return choose_cache_size(backend, specs, config, max_model_len, d.embedding.dtype, d.embedding.device)
+
+
+def _layout(
+    description: ModelDescription, num_blocks: int | Sequence[int] | None, cache_bytes: int | None
+) -> CacheLayout:
     size = description.embedding.element_size()
     page = 2 * PAGE_SIZE * description.num_kv_heads * description.head_dim * size  # K and V of one layer
     windows = sorted({layer.window for layer in description.layers}, key=lambda w: (w is not None, w or 0))
@@ -274,128 +340,14 @@ def _layout(description: ModelDescription, num_blocks: int | None, cache_bytes: 
     ]
     if num_blocks is None:
         num_blocks = max(2, (cache_bytes or 1 << 30) // (page * len(description.layers)))
+    counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
     return CacheLayout(
         page_size=PAGE_SIZE,
         groups=tuple(
-            CacheGroup(window=window, layers=layers, num_blocks=num_blocks, block_bytes=page * len(layers))
-            for window, layers in zip(windows, groups, strict=True)
+            CacheGroup(window=window, layers=layers, num_blocks=count, block_bytes=page * len(layers))
+            for window, layers, count in zip(windows, groups, counts, strict=True)
         ),
     )
-
-
-def _build(
-    library: Library,
-    description: ModelDescription,
-    layout: CacheLayout,
-    num_threads: int,
-    cores: Sequence[int] | None,
-    level: str | None,
-) -> NativeModel:
-    d = description
-    weight_format = FORMATS[str(d.embedding.dtype).removeprefix("torch.")]
-    config = ModelConfig(
-        num_layers=len(d.layers), hidden_size=d.hidden_size, num_heads=d.num_heads, num_kv_heads=d.num_kv_heads,
-        head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=weight_format,
-        activation=ACTIVATIONS[d.activation], is_gated=d.layers[0].gate is not None, is_layer_norm=d.is_layer_norm,
-        qk_norm=d.qk_norm, is_parallel=d.is_parallel, rotary_dim=d.rotary_dim, is_interleaved=0,
-        num_groups=len(layout.groups), num_ropes=len(d.ropes), embedding_format=weight_format, norm_eps=d.norm_eps,
-        embedding_scale=d.embedding_scale, residual_scale=d.residual_scale, logit_scale=d.logit_scale,
-        attention_softcap=d.attention_softcap, logit_softcap=d.logit_softcap,
-    )  # fmt: skip
-    native = NativeModel(library, config, num_threads=num_threads, cores=cores, level=level)
-    for group, cache in enumerate(layout.groups):
-        native.set_group(group, cache.num_blocks, len(cache.layers))
-        for position, index in enumerate(cache.layers):
-            layer = d.layers[index]
-            native.set_layer(
-                index,
-                window=layer.window or 0,
-                rope=layer.rope,
-                group=group,
-                group_layer=position,
-                scale=layer.scale,
-            )
-    for index, (frequencies, scaling) in enumerate(d.ropes):
-        native.set_rope(index, _floats(frequencies), scaling)
-    for index, layer in enumerate(d.layers):
-        _pack_layer(native, index, layer, weight_format)
-    for name, values in d.final_vectors.items():
-        native.set_vector(-1, name, _floats(values))
-    _pack(native, -1, "head", d.head, weight_format)
-    embedding = d.embedding.detach().contiguous()
-    native.set_embedding(embedding.data_ptr(), embedding)
-    return native
-
-
-def _pack_layer(native: NativeModel, index: int, layer: LayerDescription, weight_format: int) -> None:
-    import numpy as np
-
-    for name, values in layer.vectors.items():
-        native.set_vector(index, name, _floats(values))
-    _pack(native, index, "qkv", layer.qkv, weight_format)
-    _pack(native, index, "out", layer.out, weight_format)
-    _pack(native, index, "down", layer.down, weight_format)
-    if layer.gate is None:
-        _pack(native, index, "gate_up", layer.up, weight_format)
-        return
-    # A panel is 32 gate and 32 up columns: the product of a pair is formed where both were computed.
-    columns = layer.up.weight.shape[0]
-    panels = -(-columns // 32)
-    gate, up = _Rows(layer.gate), _Rows(layer.up)
-    rows = np.zeros((panels, 2, 32), np.uint64)
-    biases = np.zeros((panels, 2, 32), np.float32)
-    for side, source in enumerate((gate, up)):
-        padded = np.zeros(panels * 32, np.uint64)
-        padded[:columns] = source.addresses
-        rows[:, side] = padded.reshape(panels, 32)
-        if source.bias is not None:
-            bias = np.zeros(panels * 32, np.float32)
-            bias[:columns] = source.bias
-            biases[:, side] = bias.reshape(panels, 32)
-    has_bias = gate.bias is not None or up.bias is not None
-    native.set_linear(
-        index,
-        "gate_up",
-        rows.reshape(-1),
-        gate.depth,
-        source_format=weight_format,
-        weight_format=weight_format,
-        bias=biases.reshape(-1) if has_bias else None,
-    )
-
-
-class _Rows:
-    """The address of every row of a weight; keeps the memory alive while it is packed."""
-
-    def __init__(self, projection: Projection) -> None:
-        import numpy as np
-
-        weight = projection.weight.detach()
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
-        self.weight = weight
-        self.depth = weight.shape[1]
-        stride = weight.stride(0) * weight.element_size()
-        self.addresses = np.uint64(weight.data_ptr()) + np.arange(weight.shape[0], dtype=np.uint64) * np.uint64(stride)
-        self.bias = None if projection.bias is None else _floats(projection.bias)
-
-
-def _pack(native: NativeModel, layer: int, name: str, projection: Projection, weight_format: int) -> None:
-    rows = _Rows(projection)
-    native.set_linear(
-        layer,
-        name,
-        rows.addresses,
-        rows.depth,
-        source_format=weight_format,
-        weight_format=weight_format,
-        bias=rows.bias,
-    )
-
-
-def _floats(values: Tensor) -> npt.NDArray[np.float32]:
-    result: npt.NDArray[np.float32] = values.detach().float().contiguous().numpy()
-    return result
 
 
 def _probe(model: Any, runner: NativeRunner) -> float:
@@ -415,9 +367,7 @@ def _probe(model: Any, runner: NativeRunner) -> float:
     return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
-def _probe_arguments(
-    ids: list[int], start: int, count: int, runner: NativeRunner, logits: Tensor
-) -> StepArguments:
+def _probe_arguments(ids: list[int], start: int, count: int, runner: NativeRunner, logits: Tensor) -> StepArguments:
     from aiocb.sampling_params import SamplingParams
     from aiocb.step import StepEntry
 
