@@ -115,6 +115,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool | None = None
+    # Asked for every request in every step; resolve() answers once.
+    _is_plain: bool | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def build(cls, params: SamplingParams | GenerationConfig | None, keywords: Mapping[str, Any]) -> SamplingParams:
@@ -194,10 +196,11 @@ class SamplingParams:
             else:
                 temperature = 1.0 if samples else 0.0
         top_k = pick("top_k", 0)
-        eos = self.eos_token_id if self.eos_token_id is not None else defaults.eos_token_ids
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if any(not isinstance(text, str) or not text for text in stop):
-            raise InvalidRequest("stop must hold non-empty strings")
+        eos: Any = self.eos_token_id
+        if eos is None:
+            # A model may name ids that it cannot produce; that is not the request's fault.
+            eos = tuple(token for token in defaults.eos_token_ids if 0 <= token < vocab_size)
+        stop = _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         if stop and not self.detokenize:
             raise InvalidRequest("stop strings need text: leave detokenize=True, or use stop_token_ids")
         max_new_tokens = pick("max_new_tokens", None)
@@ -217,7 +220,7 @@ class SamplingParams:
             allowed = _ids("allowed_token_ids", allowed, vocab_size)
             if not allowed:
                 raise InvalidRequest("allowed_token_ids is empty: nothing could be produced")
-        return SamplingParams(
+        resolved = SamplingParams(
             temperature=_real("temperature", temperature, 0.0, math.inf),
             top_p=_real("top_p", pick("top_p", 1.0), 0.0, 1.0),
             top_k=min(max(_integer("top_k", top_k, -1, None), 0), vocab_size),
@@ -231,10 +234,7 @@ class SamplingParams:
             no_repeat_ngram_size=_integer("no_repeat_ngram_size", pick("no_repeat_ngram_size", 0), 0, None),
             logit_bias=_bias(self.logit_bias, vocab_size),
             bad_words=_strings("bad_words", self.bad_words),
-            bad_words_ids=tuple(
-                _ids("bad_words_ids", sequence, vocab_size, non_empty=True)
-                for sequence in pick("bad_words_ids", ()) or ()
-            ),
+            bad_words_ids=_sequences("bad_words_ids", pick("bad_words_ids", ()), vocab_size),
             allowed_token_ids=allowed,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens,
@@ -258,6 +258,8 @@ class SamplingParams:
             detokenize=_boolean("detokenize", self.detokenize),
             skip_special_tokens=True if self.skip_special_tokens is None else bool(self.skip_special_tokens),
         )
+        object.__setattr__(resolved, "_is_plain", resolved.is_plain)
+        return resolved
 
     @property
     def is_greedy(self) -> bool:
@@ -267,6 +269,8 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """True when sampling is the argmax of the raw logits and nothing else is asked (resolved parameters only)."""
+        if self._is_plain is not None:
+            return self._is_plain
         return self.temperature == 0.0 and not self.needs_processing and self.logprobs is None
 
     @property
@@ -285,7 +289,7 @@ class SamplingParams:
         )
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams) if field.init)
 _FROM_GENERATION = (
     "temperature",
     "top_p",
@@ -312,7 +316,10 @@ def generation_values(config: GenerationConfig) -> dict[str, Any]:
 def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidRequest(f"{name} must be a number, not {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
         left = "(" if open_low or low == -math.inf else "["
         right = ")" if high == math.inf else "]"
@@ -321,9 +328,9 @@ def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
 
 
 def _integer(name: str, value: Any, low: int, high: int | None) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        if not (isinstance(value, float) and value.is_integer()):
-            raise InvalidRequest(f"{name} must be an integer, not {value!r}")
+    is_integer = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not is_integer:
+        raise InvalidRequest(f"{name} must be an integer, not {value!r}")
     number = int(value)
     if number < low or (high is not None and number > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
@@ -363,7 +370,7 @@ def check_ids(name: str, values: Iterable[Any], vocab_size: int) -> tuple[int, .
 
 
 def _ids(name: str, values: Any, vocab_size: int, *, non_empty: bool = False) -> tuple[int, ...]:
-    if isinstance(values, numbers.Integral) and not isinstance(values, bool):
+    if isinstance(values, numbers.Integral):
         values = (values,)
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InvalidRequest(f"{name} must be a sequence of token ids, not {values!r}")
@@ -371,6 +378,12 @@ def _ids(name: str, values: Any, vocab_size: int, *, non_empty: bool = False) ->
     if non_empty and not result:
         raise InvalidRequest(f"{name} holds an empty sequence")
     return result
+
+
+def _sequences(name: str, values: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise InvalidRequest(f"{name} must be a sequence of sequences of token ids, not {values!r}")
+    return tuple(_ids(name, sequence, vocab_size, non_empty=True) for sequence in values)
 
 
 def _eos(value: Any, vocab_size: int) -> tuple[int, ...]:
@@ -383,9 +396,10 @@ def _eos(value: Any, vocab_size: int) -> tuple[int, ...]:
 def _strings(name: str, values: Any) -> tuple[str, ...]:
     if values is None:
         return ()
-    if isinstance(values, str) or any(not isinstance(value, str) or not value for value in values):
-        raise InvalidRequest(f"{name} must be a sequence of non-empty strings")
-    return tuple(values)
+    strings = None if isinstance(values, str) or not isinstance(values, Iterable) else tuple(values)
+    if strings is None or any(not isinstance(value, str) or not value for value in strings):
+        raise InvalidRequest(f"{name} must be a sequence of non-empty strings, not {values!r}")
+    return strings
 
 
 def _bias(value: Any, vocab_size: int) -> dict[int, float]:
@@ -394,19 +408,17 @@ def _bias(value: Any, vocab_size: int) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"logit_bias must map token ids to numbers, not {value!r}")
     ids = check_ids("logit_bias", value.keys(), vocab_size)
-    biases = []
-    for bias in value.values():
-        if isinstance(bias, bool) or not isinstance(bias, numbers.Real) or math.isnan(float(bias)) or bias == math.inf:
-            raise InvalidRequest(f"logit_bias must hold numbers (or -inf), not {bias!r}")
-        biases.append(float(bias))
+    # -inf is the one infinity that means something here: never this token.
+    biases = [
+        -math.inf if bias == -math.inf else _real("logit_bias", bias, -math.inf, math.inf) for bias in value.values()
+    ]
     return dict(zip(ids, biases, strict=True))
 
 
 def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
     if value is None:
         return ()
-    if callable(value):
-        value = (value,)
-    if any(not callable(processor) for processor in value):
+    processors = (value,) if callable(value) else tuple(value) if isinstance(value, Iterable) else None
+    if processors is None or any(not callable(processor) for processor in processors):
         raise InvalidRequest("logits_processors must hold callables (token_ids, logits) -> logits")
-    return tuple(value)
+    return processors
