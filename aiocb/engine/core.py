@@ -16,7 +16,7 @@ from aiocb.engine.detokenizer import StopMatcher
 from aiocb.engine.output import OutputState, Submission
 from aiocb.engine.slot import Delivery, End, Slot
 from aiocb.engine.stats import Recorder, Stats
-from aiocb.errors import RequestFailed
+from aiocb.errors import AiocbError, RequestError, RequestFailed
 from aiocb.scheduler.request import ParallelGroup, Request
 from aiocb.scheduler.scheduler import Finished, Scheduler, Update
 
@@ -63,7 +63,9 @@ class EngineCore:
         self._requests: dict[Slot, list[Request]] = {}
         self._next_id = 1
         self._num_received = 0
+        self._num_pauses = 0
         self._room_watchers: set[Bridge] = set()
+        self._num_told: int | None = None
         self._touched: list[Bridge] = []
         self._last_step_at: float | None = None
 
@@ -76,9 +78,9 @@ class EngineCore:
             Exception: whatever the runner raised; the engine is then dead.
         """
         self._apply_inbox()
+        now = self.clock()
+        self._emit_finished(self.scheduler.expire(now), now)
         if not self.is_paused:
-            now = self.clock()
-            self._emit_finished(self.scheduler.expire(now), now)
             plan = self.scheduler.schedule(now)
             self._publish_queue()
             if plan.entries:
@@ -93,6 +95,7 @@ class EngineCore:
         self._publish_queue()
         if self._debug_checks:
             self.check_invariants()
+        self._tell_room_watchers()
         self._flush()
 
     @property
@@ -125,11 +128,26 @@ class EngineCore:
 
     def submit(self, submission: Submission) -> None:
         """Admit a stream to the queue: one request per lane, all or nothing."""
+        self._num_received += len(submission.lanes)
+        requests: list[Request] = []
+        try:
+            self._enqueue(submission, requests)
+        except Exception as error:
+            # Admission has checked all that it knows of; what it missed costs this stream and no other.
+            for request in requests:
+                if request.arrival >= 0:
+                    self.scheduler.finish(request, "error", now=self.clock())
+            for lane in submission.lanes:
+                failure = error if isinstance(error, RequestError) and lane.index == 0 else _failure(error)
+                self._post(submission.slot, Delivery(lane, (), "", None, End("error", error=failure)))
+        else:
+            self._requests[submission.slot] = requests
+
+    def _enqueue(self, submission: Submission, requests: list[Request]) -> None:
         sampling = submission.sampling
         prompt = submission.prompt_token_ids
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
         group = ParallelGroup() if len(submission.lanes) > 1 else None
-        requests = []
         for lane in submission.lanes:
             request = Request(
                 self._next_id,
@@ -148,8 +166,6 @@ class EngineCore:
             )
             self._next_id += 1
             requests.append(request)
-        self._num_received += len(requests)
-        self._requests[submission.slot] = requests
         if group is None:
             self.scheduler.add(requests[0])
         else:
@@ -179,26 +195,35 @@ class EngineCore:
             self.scheduler.resume(request)
 
     def watch_room(self, bridge: Bridge) -> None:
-        """Tell a bridge when the bounded queue may have room again."""
+        """Tell a bridge when the bounded queue may have room again, from the end of this step on."""
         self._room_watchers.add(bridge)
+        self._num_told = None
 
     def reset_prefix_cache(self, _: None) -> None:
         """Forget all cached prefixes; running requests keep their cache."""
         self.scheduler.reset_prefix_cache()
 
     def pause(self, acknowledge: Callable[[], None]) -> None:
-        """Stop stepping (commands are still applied) and tell so."""
+        """Stop stepping (commands are still applied, deadlines still hold) and tell so. Pauses nest."""
+        self._num_pauses += 1
         self.is_paused = True
         acknowledge()
 
     def unpause(self, _: None) -> None:
-        """Step again; the weights may have changed, so what was cached before is computed anew."""
+        """End one pause. After the last one the weights may have changed: what was cached is computed anew."""
+        self._num_pauses -= 1
+        if self._num_pauses:
+            return
         self.is_paused = False
         self.scheduler.reset_prefix_cache()
         self.scheduler.preempt_all()
         reload_weights = getattr(self.runner, "reload_weights", None)
         if reload_weights is not None:
             reload_weights()
+
+    def call(self, operation: Callable[[EngineCore], object]) -> None:
+        """Run a function between two steps (for tests and tools)."""
+        operation(self)
 
     def end_all(self, make_error: Callable[[], Exception]) -> None:
         """End every stream with an error of its own, now, whatever state the scheduler is in."""
@@ -236,9 +261,17 @@ class EngineCore:
     def _publish_queue(self) -> None:
         """Publish how many requests have left the queue, as one number that any thread can read."""
         self.recorder.num_left_queue = self._num_received - self.scheduler.num_waiting
+
+    def _tell_room_watchers(self) -> None:
+        """Let this step's batch (an empty one if need be) look for room again where somebody waits for it."""
+        if not self._room_watchers or self._num_told == self.recorder.num_left_queue:
+            return
+        self._num_told = self.recorder.num_left_queue
         for bridge in tuple(self._room_watchers):
-            if not (bridge.is_waiting_for_room and bridge.post([])):
+            if not bridge.is_waiting_for_room:
                 self._room_watchers.discard(bridge)
+            elif not bridge.outbox:
+                self._touched.append(bridge)
 
     def _apply_inbox(self) -> None:
         get = self.inbox.get_nowait
@@ -275,8 +308,7 @@ class EngineCore:
                 if output.max_unread is not None:
                     self._check_reader(request, output, now)
             except Exception as error:
-                failure = RequestFailed(f"the output of this request could not be processed: {error}")
-                failure.__cause__ = error
+                failure = _failure(error)
                 finished = finished or self.scheduler.finish(request, "error", error=failure, now=now)
                 self._end(request, finished, now, failure)
 
@@ -312,18 +344,25 @@ class EngineCore:
         slot = output.slot
         error = error or finished.error
         if error is None:
-            output.flush(stopped_by_string=stopped_by_string)
-        reason = "length" if output.drop_output and error is None else finished.reason
-        end = output.end(
-            request, now, "error" if error is not None and reason == "stop" else reason, finished.stop_reason, error
-        )
+            try:
+                output.flush(stopped_by_string=stopped_by_string)
+            except Exception as flush_error:
+                error = _failure(flush_error)
+        elif not isinstance(error, AiocbError):
+            error = _failure(error)
+        reason = finished.reason
+        if error is not None:
+            reason = "timeout" if reason == "timeout" else "error"
+        elif output.drop_output and reason == "stop":
+            reason = "length"
+        end = output.end(request, now, reason, finished.stop_reason, error)
         self._post(slot, output.take(end))
         siblings = self._requests.get(slot)
         if siblings is not None:
             siblings.remove(request)
             if not siblings:
                 del self._requests[slot]
-        self._record_end(request, finished, end)
+        self._record_end(request, end)
 
     def _emit_finished(self, finished: Sequence[Finished], now: float) -> None:
         for event in finished:
@@ -363,6 +402,7 @@ class EngineCore:
 
     def _abandon(self, bridge: Bridge) -> None:
         """The loop behind a bridge is closed: end its streams and no others."""
+        self._room_watchers.discard(bridge)
         now = self.clock()
         for slot, requests in tuple(self._requests.items()):
             if slot.bridge is bridge:
@@ -408,9 +448,9 @@ class EngineCore:
                 recorder.inter_token.observe(elapsed, self.scheduler.num_running)
         self._last_step_at = now
 
-    def _record_end(self, request: Request, finished: Finished, end: End) -> None:
+    def _record_end(self, request: Request, end: End) -> None:
         recorder = self.recorder
-        recorder.finished[finished.reason] += 1
+        recorder.finished[end.finish_reason] += 1
         recorder.generation_tokens += request.num_output_tokens
         if request.has_run:
             recorder.prompt_tokens += request.num_prompt_tokens
@@ -421,6 +461,13 @@ class EngineCore:
                 recorder.queue.observe(metrics.queue_s)
             if metrics.time_to_first_token_s is not None:
                 recorder.ttft.observe(metrics.time_to_first_token_s)
+
+
+def _failure(error: Exception) -> RequestFailed:
+    """A new error for one lane, with what really happened as its cause."""
+    failure = RequestFailed(f"this request could not be processed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _lane_seed(seed: int, index: int) -> int:

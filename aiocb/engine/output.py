@@ -179,6 +179,7 @@ class OutputState:
 def request_metrics(request: Request, now: float) -> RequestMetrics:
     """Times of a request that ends now, in seconds."""
     submitted = request.submitted_at
+    assert submitted is not None
     first_scheduled = request.first_scheduled_at
     first_token = request.first_token_at
     return RequestMetrics(
