@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,7 +41,12 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class StreamSpec:
-    """One call of `Engine.stream`, as given; see there for the fields."""
+    """One call of `Engine.stream`, as given; see there for the fields.
+
+    Attributes:
+        prompt_token_ids: the prompt, once it has been encoded.
+        withdraw: takes it out of the line for room in the queue, while it stands there (any thread).
+    """
 
     prompt: Prompt
     sampling: SamplingParams
@@ -57,6 +62,7 @@ class StreamSpec:
     tools: Sequence[Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     prompt_token_ids: list[int] = field(default_factory=list)
+    withdraw: Callable[[], None] | None = None
 
     def check(self) -> None:
         """Check what needs no model.

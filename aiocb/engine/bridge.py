@@ -1,9 +1,9 @@
 """The way from the worker thread to one event loop. The only file with loop-specific lines.
 
 ```
-worker thread                         │ event loop
-core.step() ─► Bridge.post(batch) ────┼─call_soon_threadsafe─► send_nowait ─►[anyio memory channel]─► dispatcher ─► Lane.push
-               one call per step      │                                        one batch per step
+worker thread                    │ event loop
+core.step() ─► Bridge.post() ────┼─ call_soon_threadsafe ─► send_nowait ─►[anyio channel]─► dispatcher ─► Lane.push
+               one call per step │                                        one batch per step
 ```
 
 One anyio memory channel per event loop carries one batch per step. Tokens are never in a hand-off to a reader: the
@@ -29,7 +29,11 @@ from aiocb.errors import EngineClosed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Bridge", "LoopBridge", "Signal"]
+__all__ = ["Bridge", "LoopBridge", "Signal", "Withdrawn"]
+
+
+class Withdrawn(Exception):  # noqa: N818
+    """A stream was closed while it waited for room in the queue (internal)."""
 
 
 class Bridge(Protocol):
@@ -117,6 +121,8 @@ class LoopBridge:
             self._dispatcher = self.loop.create_task(
                 self._dispatch(self._channel[1]), name="aiocb dispatcher", context=self._context.copy()
             )
+            # A task that is cancelled before its first step never enters its coroutine: no `finally` of it runs.
+            self._dispatcher.add_done_callback(self._dispatcher_done)
 
     def lane_ended(self, lane: Lane) -> None:
         """Forget a lane that has had its end."""
@@ -127,18 +133,27 @@ class LoopBridge:
         """Lanes that have not ended yet."""
         return len(self._open)
 
-    async def wait_for_room(self, count: int) -> None:
-        """Return when the bounded queue has room for `count` lanes; first come, first served."""
+    async def wait_for_room(self, count: int, watch: Callable[[asyncio.Future[None]], None]) -> None:
+        """Return when the bounded queue has room for `count` lanes; first come, first served.
+
+        `watch` is called once this is in line: it asks the worker for news, and may keep the future for `withdraw`.
+
+        Raises:
+            Withdrawn: `withdraw` was called.
+            Exception: what `fail_waiting` was given, or what `watch` raised.
+        """
         if not self._waiting and self._has_room(count):
             return
         future: asyncio.Future[None] = self.loop.create_future()
         entry = (future, count)
         self._waiting.append(entry)
-        # The worker reads `is_waiting_for_room` after it made room: look again, now that it can see this entry.
-        self._admit_waiting()
         try:
+            # Only now, when the worker can see this entry: it forgets bridges in which nobody waits. And the worker
+            # reads `is_waiting_for_room` after it made room, so look again.
+            watch(future)
+            self._admit_waiting()
             await future
-        except asyncio.CancelledError:
+        except BaseException:
             if entry in self._waiting:
                 self._waiting.remove(entry)
             elif future.done() and not future.cancelled() and future.exception() is None:
@@ -146,6 +161,13 @@ class LoopBridge:
             self._admit_waiting()
             raise
         self.num_reserved -= count
+
+    def withdraw(self, future: asyncio.Future[None]) -> None:
+        """Take a submission out of the line for room, from any thread."""
+        try:
+            self.loop.call_soon_threadsafe(_set_exception, future, Withdrawn(), context=self._context)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits in it
 
     def fail_waiting(self, make_error: Callable[[], Exception]) -> None:
         """End everybody who waits for room, because the engine is closed or dead (any thread)."""
@@ -157,8 +179,7 @@ class LoopBridge:
     def _fail_waiting(self, make_error: Callable[[], Exception]) -> None:
         while self._waiting:
             future, _ = self._waiting.popleft()
-            if not future.done():
-                future.set_exception(make_error())
+            _set_exception(future, make_error())
 
     def _admit_waiting(self) -> None:
         while self._waiting and self._has_room(self._waiting[0][1]):
@@ -189,12 +210,19 @@ class LoopBridge:
                     batch = await receive.receive()
                 self._deliver(batch)
         finally:
-            channel, self._channel, self._dispatcher = self._channel, None, None
-            if channel is not None:
-                channel[0].close()
-                channel[1].close()
-            if self._open:
-                self._end_all()
+            self._undispatch()
+
+    def _undispatch(self) -> None:
+        channel, self._channel, self._dispatcher = self._channel, None, None
+        if channel is not None:
+            channel[0].close()
+            channel[1].close()
+        if self._open:
+            self._end_all()
+
+    def _dispatcher_done(self, task: asyncio.Task[None]) -> None:
+        if self._dispatcher is task:
+            self._undispatch()
 
     def _end_all(self) -> None:
         """The loop is shutting down: end its streams, abort their requests."""
@@ -235,12 +263,10 @@ class Signal:
 
     async def wait(self) -> None:
         """Return once set."""
-        if self._is_set:
-            return
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._waiters.append((loop, future))
-        if self._is_set:  # set() may have run between the check and the append
+        if self._is_set:  # looked at last: set() may run in another thread at any time
             self.set()
         await future
 
@@ -248,3 +274,8 @@ class Signal:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _set_exception(future: asyncio.Future[None], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -72,6 +72,7 @@ class Engine:
         self._lock = threading.Lock()  # guards entering and leaving only; never held across an await
         self._num_entered = 0
         self._session: Session | None = None
+        self._finalizer: weakref.finalize[[], Engine] | None = None
         self._labels = itertools.count(1)
 
     @classmethod
@@ -122,7 +123,8 @@ class Engine:
         drain: float | None = 0.0,
     ) -> Engine:
         """Return an engine over a runner of one's own (see `aiocb.testing` for fakes); `make_runner` runs in the
-        worker thread."""
+        worker thread.
+        """
         engine = cls.__new__(cls)
         engine._init(RunnerSource(make_runner, defaults, tokenizer), config, drain)
         return engine
@@ -145,11 +147,12 @@ class Engine:
         """
         with self._lock:
             session = self._session
-            if session is None or session.worker.state in ("dead", "closed", "draining"):
+            if session is None or session.is_over:
                 session = self._session = Session(self._source, self._config)
-                self._num_entered = 0
                 session.start()
-                weakref.finalize(self, session.worker.stop)
+                if self._finalizer is not None:
+                    self._finalizer.detach()  # or every session of this engine would be kept by its own
+                self._finalizer = weakref.finalize(self, session.worker.stop)
             self._num_entered += 1
         try:
             await session.built.wait()
@@ -157,6 +160,8 @@ class Engine:
             if session.worker.state == "closed" and error is not None:
                 session.worker.join(1.0)
                 raise error
+            if session.is_over and session.worker.error is None:
+                raise EngineClosed("the engine was closed while it was starting")
         except BaseException:
             self._leave(session)
             raise
@@ -351,6 +356,8 @@ class Engine:
         session.put((EngineCore.pause, paused.set))
         try:
             await paused.wait()
+            if session.worker.state in ("dead", "closed"):
+                session.raise_if_unusable()
             yield self._source.model
         finally:
             session.put((EngineCore.unpause, None))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -20,8 +22,8 @@ from aiocb.engine.bridge import LoopBridge, Signal
 from aiocb.engine.core import EngineCore
 from aiocb.engine.limits import make_scheduler
 from aiocb.engine.output import Submission
-from aiocb.engine.text import TextProcessor, is_long
 from aiocb.engine.slot import End, Lane, Slot
+from aiocb.engine.text import TextProcessor, is_long
 from aiocb.engine.worker import Worker
 from aiocb.errors import EngineClosed, QueueFull, RequestTimeout
 from aiocb.outputs import RequestMetrics, Usage
@@ -55,6 +57,7 @@ class Session:
         self.worker = Worker(self._build, self._release)
         self._built: Built | None = None
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
+        self._bridges_lock = threading.Lock()  # taken once per event loop, when its bridge is made
         self._num_wakeups_before = 0
         self._num_submitted_before = 0
         self._encoders: dict[asyncio.AbstractEventLoop, anyio.CapacityLimiter] = {}
@@ -98,18 +101,23 @@ class Session:
         """
         worker = self.worker
         try:
-            if worker.state == "running" and drain != 0:
+            if worker.state in ("running", "draining") and drain != 0:
                 drained = Signal()
                 worker.drain(drained.set)
                 with anyio.move_on_after(drain):
                     await drained.wait()
         finally:
             worker.stop()
-            if worker.state != "starting":
-                # Bounded by one step. Shielded, so that a cancelled scope still leaves no thread behind.
-                with anyio.CancelScope(shield=True):
-                    await self.exited.wait()
-                worker.join(1.0)
+            # Bounded by one step: shielded, so that a cancelled scope still leaves no thread behind. Not so a model
+            # that is being loaded: its thread ends by itself when the caller does not want to wait.
+            with anyio.CancelScope(shield=worker.state != "starting"):
+                await self.exited.wait()
+            worker.join(1.0)
+
+    @property
+    def is_over(self) -> bool:
+        """True when it takes no more requests, now or soon: a new entry needs a new session."""
+        return self.worker.is_stopping or self.worker.state in ("draining", "closed", "dead")
 
     def put(self, command: Command) -> None:
         """Hand a command to the core; safe in destructors and in any thread."""
@@ -128,11 +136,12 @@ class Session:
             EngineClosed: the engine is closing or closed.
         """
         state = self.worker.state
-        if state == "running":
+        if state == "running" and not self.worker.is_stopping:
             return
         if state == "dead":
             raise self.worker.make_dead_error()
-        raise EngineClosed(f"the engine is {state}; it accepts no new requests")
+        what = "closing" if state == "running" else state
+        raise EngineClosed(f"the engine is {what}; it accepts no new requests")
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,22 +232,33 @@ class Session:
             if bridge.is_waiting_for_room or not self.has_room(count):
                 raise QueueFull(f"the queue is full ({limit} requests wait); try later or pass on_full='wait'")
             return
-        self.put((EngineCore.watch_room, bridge))
+
+        def watch(future: asyncio.Future[None]) -> None:
+            spec.withdraw = partial(bridge.withdraw, future)
+            self.put((EngineCore.watch_room, bridge))
+            # Whoever ends the worker after this line finds the future in line and fails it.
+            self.raise_if_unusable()
+
         bounds = [bound for bound in (spec.timeout, spec.queue_timeout) if bound is not None]
         remaining = min(bounds) - (time.monotonic() - submitted_at) if bounds else None
-        with anyio.move_on_after(remaining) as scope:
-            await bridge.wait_for_room(count)
+        try:
+            with anyio.move_on_after(remaining) as scope:
+                await bridge.wait_for_room(count, watch)
+        finally:
+            spec.withdraw = None
         if scope.cancelled_caught:
             raise RequestTimeout(f"no room in the queue within {min(bounds)} s", "queue")
 
     def _bridge(self, loop: asyncio.AbstractEventLoop) -> LoopBridge:
         bridge = self._bridges.get(loop)
         if bridge is None:
-            for other in [other for other in self._bridges if other.is_closed()]:
-                closed = self._bridges.pop(other)
-                self._num_wakeups_before += closed.num_wakeups
-                self._num_submitted_before += closed.num_submitted
-            bridge = self._bridges[loop] = LoopBridge(loop, self.has_room, self._abandon)
+            with self._bridges_lock:
+                for other in [other for other in self._bridges if other.is_closed()]:
+                    closed = self._bridges.pop(other)
+                    self._encoders.pop(other, None)
+                    self._num_wakeups_before += closed.num_wakeups
+                    self._num_submitted_before += closed.num_submitted
+                bridge = self._bridges[loop] = LoopBridge(loop, self.has_room, self._abandon)
         return bridge
 
     def _abandon(self, slot: Slot) -> None:

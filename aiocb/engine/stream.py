@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiocb.engine.bridge import Withdrawn
 from aiocb.engine.core import EngineCore
 from aiocb.errors import RequestError
 from aiocb.outputs import Chunk, Completion, RequestMetrics, Usage
@@ -181,6 +182,9 @@ class Stream:
         if slot is None:
             if self._state == "new":
                 self._state = "closed"
+                withdraw = self._spec.withdraw
+                if withdraw is not None:
+                    withdraw()
             return
         if slot.is_closed:
             return
@@ -208,6 +212,8 @@ class Stream:
             self._reading = True
             try:
                 await self._submit()
+            except StopAsyncIteration:
+                pass  # closed meanwhile: the body runs with a stream that has ended
             finally:
                 self._reading = False
         return self
@@ -272,24 +278,24 @@ class Stream:
         token_ids: dict[int, list[int]],
         logprobs: dict[int, list[TokenLogprobs]],
     ) -> list[Completion]:
+        # A stream that was closed before it was submitted has no lanes.
+        lanes = self._lanes or [None] * self._spec.sampling.n
         return [
-            self._completion(
-                lane, "".join(texts.get(lane.index, ())), token_ids.get(lane.index, []), logprobs.get(lane.index)
-            )
-            for lane in self._lanes
+            self._completion(index, lane, "".join(texts.get(index, ())), token_ids.get(index, []), logprobs.get(index))
+            for index, lane in enumerate(lanes)
         ]
 
     def _completion(
-        self, lane: Lane, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None
+        self, index: int, lane: Lane | None, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> Completion:
-        end = lane.end
+        end = None if lane is None else lane.end
         finish_reason = "cancelled" if end is None else end.finish_reason
         prompt_token_ids = tuple(self._spec.prompt_token_ids)
         usage = None if end is None else end.usage
         metrics = None if end is None else end.metrics
         return Completion(
             self.request_id,
-            lane.index,
+            index,
             text,
             tuple(token_ids),
             None if logprobs is None else tuple(logprobs),
@@ -319,8 +325,17 @@ class Stream:
         if self._state == "closed":
             raise StopAsyncIteration
         session = self._engine._running()
-        slot, lanes = await session.admit(self._spec)
+        try:
+            slot, lanes = await session.admit(self._spec)
+        except Withdrawn:
+            raise StopAsyncIteration from None
         # From the registration in `admit` to here there is no await: a cancelled submission leaves nothing behind.
         self._session = session
-        self._slot, self._lanes, self._state = slot, lanes, "open"
+        self._slot, self._lanes = slot, lanes
+        if self.is_closed:
+            # Closed by somebody else while the prompt was encoded: the engine has to hear of it all the same.
+            slot.is_closed = True
+            self._put((EngineCore.abort, slot))
+            raise StopAsyncIteration
+        self._state = "open"
         return slot

@@ -9,15 +9,16 @@ Life cycle, as a table; nothing outside this file changes the state:
 | running  | drain                | draining |
 | running, draining | stop        | closed   |
 | running, draining | step raised | dead     |
-| closed   | start                | starting |
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -46,14 +47,14 @@ class Worker:
         self._build = build
         self._release = release
         self._thread: threading.Thread | None = None
-        self._stopping = False
         self._make_stop_error: Callable[[], Exception] = _closed
-        self._drain_listener: Callable[[], None] | None = None
+        self._drain_listeners: deque[Callable[[], None]] = deque()
+        self._is_draining = False
+        self._state: EngineState = "created"
+        self.is_stopping = False
         self.core: EngineCore | None = None
-        self.state: EngineState = "created"
         self.error: BaseException | None = None
-        # At interpreter exit a daemon thread inside native code could crash: stop it first, within a bound.
-        atexit.register(_stop_at_exit, weakref.ref(self))
+        self._at_exit = functools.partial(_stop_at_exit, weakref.ref(self))
 
     # ── any thread ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -64,11 +65,10 @@ class Worker:
             on_built: called in the thread with None, or with what went wrong (the thread then ends).
             on_exit: called in the thread as its last act.
         """
-        assert self.state in ("created", "closed"), self.state
-        self.state = "starting"
-        self.error = None
-        self._stopping = False
-        self._drain_listener = None
+        assert self._state == "created", self._state
+        self._state = "starting"
+        # At interpreter exit a daemon thread inside native code could crash: stop it first, within a bound.
+        atexit.register(self._at_exit)
         self._thread = threading.Thread(target=_run, args=(self, on_built, on_exit), name="aiocb worker", daemon=True)
         self._thread.start()
 
@@ -81,20 +81,21 @@ class Worker:
         if core is None:
             return
         core.inbox.put(command)
-        if self.state in ("dead", "closed"):
-            core.refuse_inbox(self.make_dead_error if self.state == "dead" else self._make_stop_error)
+        if self._state in ("dead", "closed"):
+            core.refuse_inbox(self.make_dead_error if self._state == "dead" else self._make_stop_error)
 
     def stop(self, make_error: Callable[[], Exception] | None = None) -> None:
         """End all streams (with an error of their own each) and the thread at the next step boundary."""
         self._make_stop_error = make_error or _closed
-        self._stopping = True
+        self.is_stopping = True
         self._poke()
 
     def drain(self, on_drained: Callable[[], None]) -> None:
         """Finish what was submitted; `on_drained` is called in the thread when nothing is left."""
-        if self.state == "running":
-            self.state = "draining"
-        self._drain_listener = on_drained
+        self._is_draining = True
+        self._drain_listeners.append(on_drained)
+        if self._state in ("dead", "closed"):
+            self._notify_drained()
         self._poke()
 
     def join(self, timeout: float | None = None) -> None:
@@ -102,6 +103,14 @@ class Worker:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
+            if not thread.is_alive():
+                atexit.unregister(self._at_exit)
+
+    @property
+    def state(self) -> EngineState:
+        """Where the worker is in its life. Derived: draining is a running worker that was told to drain."""
+        state = self._state
+        return "draining" if state == "running" and self._is_draining else state
 
     @property
     def is_alive(self) -> bool:
@@ -126,20 +135,21 @@ class Worker:
             core = self._build()
         except BaseException as error:
             self.error = error
-            self.state = "closed"
+            self._state = "closed"
+            self._notify_drained()
             on_built(error)
             return
         self.core = core
-        self.state = "running"
+        self._state = "running"
         on_built(None)
         try:
             self._loop(core)
         except BaseException as error:
             self.error = error
-            self.state = "dead"
+            self._state = "dead"
             core.end_all_dead(self.make_dead_error)
         else:
-            self.state = "closed"
+            self._state = "closed"
             core.end_all(self._make_stop_error)
             core.refuse_inbox(self._make_stop_error)
         self._notify_drained()
@@ -147,25 +157,31 @@ class Worker:
 
     def _loop(self, core: EngineCore) -> None:
         inbox = core.inbox
-        while not self._stopping:
+        while not self._must_stop():
             if not core.has_work:
-                if self._drain_listener is not None and core.num_requests == 0 and inbox.empty():
+                if self._drain_listeners and core.num_requests == 0 and inbox.empty():
                     self._notify_drained()
                 # Nothing to do: sleep until a command or a deadline, without polling.
                 deadline = core.next_deadline
                 try:
-                    command = inbox.get(timeout=None if deadline is None else max(deadline - core.clock(), 0.0))
+                    command = inbox.get(timeout=None if deadline is None else _wait_s(deadline - core.clock()))
                 except queue.Empty:
                     pass
                 else:
                     command[0](core, command[1])
-                if self._stopping:
+                if self._must_stop():
                     break
             core.step()
 
+    def _must_stop(self) -> bool:
+        return self.is_stopping  # set by other threads at any time
+
     def _notify_drained(self) -> None:
-        listener, self._drain_listener = self._drain_listener, None
-        if listener is not None:
+        while True:
+            try:
+                listener = self._drain_listeners.popleft()
+            except IndexError:
+                return
             listener()
 
 
@@ -174,6 +190,11 @@ def _run(worker: Worker, on_built: Callable[[BaseException | None], None], on_ex
         worker._run(on_built)
     finally:
         on_exit()
+
+
+def _wait_s(seconds: float) -> float:
+    # A deadline may lie as far off as infinity; what is too long for a lock is waited for in parts.
+    return min(max(seconds, 0.0), threading.TIMEOUT_MAX)
 
 
 def _nothing(_core: EngineCore, _argument: Any) -> None:
@@ -186,6 +207,6 @@ def _closed() -> Exception:
 
 def _stop_at_exit(reference: weakref.ref[Worker]) -> None:
     worker = reference()
-    if worker is not None and worker.is_alive:
+    if worker is not None and worker._thread is not None and worker.is_alive:
         worker.stop()
-        worker.join(_JOIN_AT_EXIT_S)
+        worker._thread.join(_JOIN_AT_EXIT_S)
