@@ -103,7 +103,7 @@ class CompletionIterator:
         self._waiting = deque(enumerate(streams))
         self._open: dict[int, Stream] = {}
         self._board = _Board()
-        self._refused: deque[Completion] = deque()
+        self._ready: deque[Completion] = deque()
         self._return_exceptions = return_exceptions
 
     def __aiter__(self) -> CompletionIterator:
@@ -119,7 +119,7 @@ class CompletionIterator:
         board = self._board
         try:
             await self._submit_more()
-            while not board.ended and not self._refused:
+            while not board.ended and not self._ready:
                 if not self._open:
                     raise StopAsyncIteration
                 board.waiter = asyncio.get_running_loop().create_future()
@@ -127,15 +127,17 @@ class CompletionIterator:
                     await board.waiter
                 finally:
                     board.waiter = None
-            if self._refused:
-                return self._refused.popleft()
+            if self._ready:
+                return self._ready.popleft()
             stream = self._open.pop(board.ended.popleft())
             try:
-                return (await stream.completions())[0]
+                first, *others = await stream.completions()
             except RequestError as error:
                 if not self._return_exceptions:
                     raise
                 return failed_completion(stream, error)
+            self._ready.extend(others)  # of n parallel samples
+            return first
         except StopAsyncIteration:
             raise
         except BaseException:
@@ -152,17 +154,16 @@ class CompletionIterator:
                 stream._spec.on_full = "refuse"
             try:
                 await stream._open(partial(self._board.add, index))
-            except QueueFull:
-                stream._spec.on_full = on_full
-                if on_full == "wait":
-                    return
-                raise
             except RequestError as error:
+                if isinstance(error, QueueFull) and self._open and on_full == "wait":
+                    return
                 if not self._return_exceptions:
                     raise
-                self._refused.append(failed_completion(stream, error))
+                self._ready.append(failed_completion(stream, error))
             else:
                 self._open[index] = stream
+            finally:
+                stream._spec.on_full = on_full
             self._waiting.popleft()
 
     def close(self) -> None:
@@ -171,6 +172,7 @@ class CompletionIterator:
         for stream in self._open.values():
             stream.close()
         self._open.clear()
+        self._ready.clear()
         self._board.ended.clear()
 
     async def aclose(self) -> None:
