@@ -76,7 +76,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
             f"the default of scheduler_type {config.scheduler_type}",
         )
     )
-    if cache.max_request_tokens < 2:
+    if not cache.can_ever_fit(2):
         raise ConfigError("the cache is too small for any request; raise num_blocks or max_memory_percent")
     scheduler = Scheduler(
         cache,
@@ -89,7 +89,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     defaults = built.defaults
     if config.max_model_len is not None and config.max_model_len < defaults.max_model_len:
         defaults = dataclasses.replace(defaults, max_model_len=config.max_model_len)
-    limits = Limits(defaults, min(cache.max_request_tokens, 2**62), config.return_logprobs)
+    limits = Limits(defaults, _most_tokens(cache, defaults.max_model_len), config.return_logprobs)
     choices.append(
         Choice(
             "max_request_tokens",
@@ -98,3 +98,17 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         )
     )
     return scheduler, limits, choices
+
+
+def _most_tokens(cache: CacheManager, longest: int) -> int:
+    """The most tokens of one request that fit an empty cache: what its full groups hold, or `longest` if the sliding
+    ones do not allow as much.
+    """
+    most = min(cache.max_request_tokens, 2**62)
+    if cache.can_ever_fit(min(most, longest)):
+        return most
+    low, high = 2, min(most, longest)  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cache.can_ever_fit(middle) else (low, middle)
+    return low
