@@ -14,7 +14,7 @@ from aiocb.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from aiocb.engine.source import Built
 
-__all__ = ["make_scheduler"]
+__all__ = ["make_scheduler", "most_tokens"]
 
 _GPU_BATCH_TOKENS = 8192
 _CPU_BATCH_TOKENS = 256
@@ -89,7 +89,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     defaults = built.defaults
     if config.max_model_len is not None and config.max_model_len < defaults.max_model_len:
         defaults = dataclasses.replace(defaults, max_model_len=config.max_model_len)
-    limits = Limits(defaults, _most_tokens(cache, defaults.max_model_len), config.return_logprobs)
+    limits = Limits(defaults, most_tokens(cache, defaults.max_model_len), config.return_logprobs)
     choices.append(
         Choice(
             "max_request_tokens",
@@ -100,7 +100,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     return scheduler, limits, choices
 
 
-def _most_tokens(cache: CacheManager, longest: int) -> int:
+def most_tokens(cache: CacheManager, longest: int) -> int:
     """The most tokens of one request that fit an empty cache: what its full groups hold, or `longest` if the sliding
     ones do not allow as much.
     """

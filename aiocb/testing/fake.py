@@ -1,0 +1,242 @@
+"""A model without weights: `FakeRunner`, its tokenizer, and `fake_engine` around both."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from aiocb.config import EngineConfig
+from aiocb.engine.engine import Engine
+from aiocb.sampling_params import ModelDefaults
+from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult, TokenLogprobs
+from aiocb.testing.gate import Gate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["EOS_TOKEN_ID", "FakeRunner", "byte_tokenizer", "fake_engine"]
+
+_SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+EOS_TOKEN_ID = 256
+"""Of `byte_tokenizer`: ids below it are bytes."""
+_VOCAB_SIZE = EOS_TOKEN_ID + len(_SPECIAL)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+Reply = Sequence[int] | Callable[[Sequence[int]], Sequence[int]]
+
+
+class FakeRunner:
+    """A `Runner` that computes nothing: every request gets its reply, one token per step.
+
+    Steps are counted from 1. A request's tokens depend on its own prompt (and seed, when it samples) alone.
+
+    Args:
+        reply: the tokens of every answer, or a function from a prompt to them; `eos_token_id` follows (without one the
+            reply starts over). None: letters that depend on the history, without an end.
+        vocab_size, max_model_len: as a model would report them.
+        eos_token_id: ends a scripted reply.
+        num_blocks, page_size, windows: the cache that it pretends to hold; one group of layers per window.
+        gate: holds every step until the test lets it pass.
+        step_time: seconds that a step takes (asleep: the event loop is free).
+        raise_at: exceptions by step: the step raises, which kills the engine.
+        hang_at: steps that hang until `resume()` is called.
+        fail: called with the step's number and each of its entries; an exception that it returns ends that request.
+
+    Attributes:
+        num_steps, num_tokens: computed so far, tokens of prompts included.
+        max_requests: of the largest step.
+        is_hanging: True while a step of `hang_at` waits.
+        is_closed: the engine has given it back.
+    """
+
+    def __init__(
+        self,
+        reply: Reply | None = None,
+        *,
+        vocab_size: int = _VOCAB_SIZE,
+        max_model_len: int = 1 << 16,
+        eos_token_id: int | None = None,
+        num_blocks: int = 1024,
+        page_size: int = 16,
+        windows: Sequence[int | None] = (None,),
+        gate: Gate | None = None,
+        step_time: float = 0.0,
+        raise_at: Mapping[int, BaseException] | None = None,
+        hang_at: Collection[int] = (),
+        fail: Callable[[int, StepEntry], Exception | None] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_id = eos_token_id
+        groups = (CacheGroup(window, (layer,), num_blocks, page_size) for layer, window in enumerate(windows))
+        self.cache_layout = CacheLayout(page_size, tuple(groups))
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.max_requests = 0
+        self.is_hanging = False
+        self.is_closed = False
+        self._reply = reply
+        self._replies: dict[int, Sequence[int]] = {}
+        self._gate = gate
+        self._step_time = step_time
+        self._raise_at = dict(raise_at or {})
+        self._hang_at = frozenset(hang_at)
+        self._fail = fail
+        self._resumed = threading.Event()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Pass the gate, do what the fault plan says, and answer."""
+        gate = self._gate
+        if gate is not None:
+            gate.enter()
+        self.num_steps += 1
+        step = self.num_steps
+        if step in self._hang_at:
+            self.is_hanging = True
+            self._resumed.wait()
+            self.is_hanging = False
+        if self._step_time:
+            time.sleep(self._step_time)
+        if step in self._raise_at:
+            raise self._raise_at[step]
+        for request_id in plan.released_ids:
+            self._replies.pop(request_id, None)
+        result = self._answer(step, plan)
+        self.num_tokens += plan.num_tokens
+        self.max_requests = max(self.max_requests, len(plan.entries))
+        if gate is not None:
+            gate.leave()
+        return result
+
+    def _answer(self, step: int, plan: StepPlan) -> StepResult:
+        errors: dict[int, Exception] = {}
+        if self._fail is not None:
+            for entry in plan.entries:
+                error = self._fail(step, entry)
+                if error is not None:
+                    errors[entry.request_id] = error
+        tokens = [
+            self._next_token(entry) if entry.is_sampled and entry.request_id not in errors else None
+            for entry in plan.entries
+        ]
+        logprobs = [
+            None if token is None or entry.sampling.logprobs is None else _logprobs(token)
+            for entry, token in zip(plan.entries, tokens, strict=True)
+        ]
+        prompts = {}
+        for entry in plan.entries:
+            if entry.sampling.prompt_logprobs is not None:
+                end = entry.num_computed_tokens + entry.num_new_tokens
+                targets = range(end - entry.num_logits + 1, min(end + 1, entry.num_prompt_tokens))
+                prompts[entry.request_id] = [_logprobs(entry.tokens[position]) for position in targets]
+        return StepResult(tokens, logprobs if any(logprobs) else None, prompts or None, errors or None)
+
+    def _next_token(self, entry: StepEntry) -> int:
+        position = len(entry.tokens) - entry.num_prompt_tokens
+        reply = self._reply
+        if reply is None:
+            seed = 0 if entry.sampling.is_greedy else entry.seed % 1009 + 1
+            mixed = entry.tokens[0] + 31 * entry.tokens[-1] + 7 * len(entry.tokens) + seed * (position + 1)
+            first = ord("a") if self.vocab_size > ord("z") else 0
+            return first + mixed % min(26, self.vocab_size)
+        if callable(reply):
+            script = self._replies.get(entry.request_id)
+            if script is None:
+                script = self._replies[entry.request_id] = reply(entry.tokens[: entry.num_prompt_tokens])
+        else:
+            script = reply
+        if position < len(script):
+            return script[position]
+        return self.eos_token_id if self.eos_token_id is not None else script[position % len(script)]
+
+    def resume(self) -> None:
+        """Let the step that hangs go on, and those that would (any thread)."""
+        self._resumed.set()
+
+    def describe(self) -> dict[str, str]:
+        """One line: it is not a model."""
+        return {"model": "FakeRunner: no model, scripted tokens"}
+
+    def close(self) -> None:
+        """Note that the engine has given it back. It can be used again."""
+        self.is_closed = True
+        self._replies.clear()
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose ids below 256 are the bytes of the text, with an end token and a chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    characters = {byte: chr(byte) for byte in kept}
+    others = (byte for byte in range(256) if byte not in characters)
+    characters.update({byte: chr(256 + index) for index, byte in enumerate(others)})
+    backend = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
+    make: Any = PreTrainedTokenizerFast  # untyped
+    tokenizer: PreTrainedTokenizerFast = make(
+        tokenizer_object=backend, eos_token=_SPECIAL[0], chat_template=_CHAT_TEMPLATE
+    )
+    return tokenizer
+
+
+def fake_engine(
+    reply: str | Callable[[str], str] | None = None,
+    *,
+    runner: FakeRunner | None = None,
+    tokenizer: Any = None,
+    config: EngineConfig | None = None,
+    drain: float | None = 0.0,
+    **options: Any,
+) -> Engine:
+    """Return an engine without a model, for tests of programs that use one. It is entered like any other.
+
+    Args:
+        reply: what every request is answered, or a function from the prompt's text (special tokens included) to it.
+            None: letters that depend on the prompt, until `max_new_tokens`.
+        runner: instead of `reply` and `options`, to look at it or to steer it.
+        tokenizer: instead of `byte_tokenizer()`; False for an engine without one.
+        config: instead of the default, which checks every invariant after every step.
+        drain: as for `Engine`.
+        options: of `FakeRunner`: `gate=`, `raise_at=`, `hang_at=`, `fail=`, `num_blocks=`, `step_time=`, ...
+    """
+    made = byte_tokenizer() if tokenizer is None else tokenizer or None
+    if runner is None:
+        options.setdefault("eos_token_id", EOS_TOKEN_ID)
+        runner = FakeRunner(_as_tokens(reply, made), **options)
+    elif reply is not None or options:
+        raise TypeError("give either a runner, or a reply and options to make one with")
+    eos = () if runner.eos_token_id is None else (runner.eos_token_id,)
+    return Engine.from_runner(
+        lambda _: runner,
+        ModelDefaults(runner.vocab_size, runner.max_model_len, eos),
+        made,
+        config=config or EngineConfig(debug_checks=True),
+        drain=drain,
+    )
+
+
+def _as_tokens(reply: str | Callable[[str], str] | None, tokenizer: Any) -> Reply | None:
+    if reply is None:
+        return None
+    if tokenizer is None:
+        raise TypeError("a reply in text needs a tokenizer")
+    if isinstance(reply, str):
+        return list(tokenizer.encode(reply, add_special_tokens=False))
+
+    def answer(prompt: Sequence[int]) -> Sequence[int]:
+        return list(tokenizer.encode(reply(tokenizer.decode(prompt)), add_special_tokens=False))
+
+    return answer
+
+
+def _logprobs(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -0.5, 1, ((token, -0.5),))

@@ -1,0 +1,134 @@
+"""`assert_quiescent`: nothing is left of any request. Runs in the test's loop; looks at the worker from inside."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiocb.engine.bridge import Signal
+from aiocb.engine.core import EngineCore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiocb.engine.engine import Engine
+    from aiocb.engine.session import Session
+
+__all__ = ["assert_quiescent", "settle"]
+
+_TIMEOUT_S = 20.0
+
+
+async def assert_quiescent(engine: Engine) -> None:
+    """Check that no request has left anything behind.
+
+    In a running engine: no request is known to the worker, every block of the cache is free (cached prefixes count as
+    free), the scheduler's invariants hold, no stream of any live event loop is open, nobody waits for the queue, and
+    the engine has no task in this loop. In a closed one also: its thread is gone. There is no sleeping and no
+    retrying: the check is a command that the worker carries out after everything that was asked of it before.
+
+    Streams that are still referenced by somebody who has not closed them are found, as they should be.
+
+    Raises:
+        AssertionError: naming everything that was found.
+        TimeoutError: the worker does not answer.
+    """
+    session = engine._session
+    if session is None:
+        return
+    worker = session.worker
+    found: list[str] = []
+    if worker.state in ("running", "draining") and not worker.is_stopping:
+        await _barrier(session)
+        await _barrier(session, lambda core: found.extend(_inspect(core)))
+    else:
+        worker.join(_TIMEOUT_S)
+        if worker.is_alive:
+            found.append("the worker thread is alive")
+        if worker.core is not None and worker.state == "closed":
+            found += _inspect(worker.core)
+    await _end_of_dispatch(session)
+    for loop, bridge in tuple(session._bridges.items()):
+        if loop.is_closed():
+            continue
+        if bridge.open_lanes:
+            found.append(f"{bridge.open_lanes} outputs are open in {loop}")
+        if bridge.is_waiting_for_room or bridge.num_reserved:
+            found.append(f"somebody waits for room in the queue in {loop}")
+        elif bridge._dispatcher is not None and loop is asyncio.get_running_loop():
+            found.append("the engine's task is left in this loop")
+    if found:
+        raise AssertionError("the engine is not quiescent: " + "; ".join(found))
+
+
+async def settle(engine: Engine) -> None:
+    """Return when the worker has applied everything that was asked of it before, and what followed has been delivered.
+
+    Afterwards the abort of a stream that was left is done, and `stats()` shows it. With a `Gate`, open it first.
+
+    Raises:
+        TimeoutError: the worker does not answer.
+    """
+    session = engine._session
+    if session is not None:
+        await _barrier(session)
+        await _barrier(session)
+
+
+async def _barrier(session: Session, look: Callable[[EngineCore], object] | None = None) -> None:
+    """One command through the inbox. What the worker delivered in the step *before* it has then reached this loop."""
+    done = Signal()
+    errors: list[BaseException] = []
+
+    def arrive(core: EngineCore) -> None:
+        try:
+            if look is not None:
+                look(core)
+        except BaseException as error:
+            errors.append(error)
+        done.set()
+
+    session.put((EngineCore.call, arrive))
+    with anyio.move_on_after(_TIMEOUT_S) as scope:
+        await done.wait()
+    if scope.cancelled_caught:
+        raise TimeoutError(f"the worker has not answered for {_TIMEOUT_S} s (state: {session.worker.state})")
+    if errors:
+        raise errors[0]
+
+
+def _inspect(core: EngineCore) -> list[str]:
+    """What is left in a core; in its thread, or after the thread has ended."""
+    core.check_invariants()
+    scheduler = core.scheduler
+    found = []
+    if core.num_requests:
+        names = ", ".join(sorted(repr(slot.request_id) for slot in tuple(core._requests)))
+        found.append(f"{core.num_requests} requests are alive ({names})")
+    if scheduler.num_requests:
+        found.append(f"the scheduler has {scheduler!r}")
+    used = [pool.num_used for pool in scheduler.cache.pools]
+    if any(used):
+        found.append(f"blocks in use, by group: {used}")
+    return found
+
+
+async def _end_of_dispatch(session: Session) -> None:
+    """The dispatcher of a loop ends by itself when the last output of that loop has ended: let it."""
+    bridge = session._bridges.get(asyncio.get_running_loop())
+    task = None if bridge is None else bridge._dispatcher
+    if task is not None:
+        await asyncio.wait([task], timeout=_TIMEOUT_S if _has_ended(session) else 0.0)
+
+
+def _has_ended(session: Session) -> bool:
+    core = session.worker.core
+    return core is not None and core.num_requests == 0
+
+
+def worker_threads() -> list[threading.Thread]:
+    """The worker threads of all engines of this process."""
+    return [thread for thread in threading.enumerate() if thread.name == "aiocb worker"]
