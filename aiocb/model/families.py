@@ -31,7 +31,7 @@ class Family(NamedTuple):
         mlp: `gated` (gate_proj, up_proj), `fused` (gate_up_proj), `c_fc`, or `dense` (dense_h_to_4h).
         qkv: `split`, `fused` (qkv_proj: all q, all k, all v) or `interleaved` (per head: q, k, v).
         backbone, attention: attribute names of the decoder and of a layer's attention.
-        windows: where a sliding window may come from, in layers that `layer_types` does not describe.
+        has_window: `config.sliding_window` counts (for sliding layers only, where the config has `layer_types`).
     """
 
     class_name: str
@@ -166,7 +166,7 @@ def _describe(model: Any) -> ModelDescription:
 
     backbone = getattr(model, family.backbone)
     heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = (getattr(config, "num_key_value_heads", None) if family.qkv != "interleaved" else None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     _require(head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM, f"head dim {head_dim} is not a multiple of 16 up to 256")
     _require(config.hidden_size % 2 == 0, "the hidden size is odd")

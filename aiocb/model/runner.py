@@ -18,6 +18,7 @@ from aiocb.errors import ConfigError
 from aiocb.model.adapter import ModelAdapter, PagedHandler
 from aiocb.model.batch import pack
 from aiocb.model.kv import PagedCache, choose_cache_size
+from aiocb.model.parity import check_parity as check_parity_of
 from aiocb.step import CacheLayout, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -59,12 +60,11 @@ class TorchRunner:
         specs = tuple(self._adapter.specs.values())
         adapter = self._adapter
         size = choose_cache_size(self._backend, specs, config, max_model_len, adapter.dtype, adapter.device)
-        if check_parity:
-            pass
+        parity = (check_parity_of(adapter, self._backend, size.page_size),) if check_parity else ()
         self._cache = PagedCache(
             self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device
         )
-        self.choices: Sequence[Choice] = (attention_choice, *size.choices)
+        self.choices: Sequence[Choice] = (attention_choice, *size.choices, *parity)
 
     @property
     def cache_layout(self) -> CacheLayout:

@@ -1,0 +1,16 @@
+"""Tiny models gain nothing from threads, and on a busy machine their barriers cost most of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def single_threaded_torch() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
