@@ -1,0 +1,377 @@
+"""Decides which physical blocks hold which request's KV: `CacheManager`. Torch-free; owned by the worker thread.
+
+Units, from small to large:
+
+- page: `page_size` tokens of one layer.
+- block: the same page of every layer of a *group* (layers of one attention kind). Unit of ownership and sharing.
+- table: per request and group, logical block (`position // page_size`) to physical block.
+
+Example, `page_size` 4. Two requests share a prompt of 9 tokens and have gone on differently; the group on the right
+sees a window of 4 tokens only:
+
+    tokens    | a b c d | e f g h | i x y . |          full group                 sliding group
+                                                   pool: # 1 2 3 4 5 6        pool: # 1 2 3 4 5
+    request A:  logical 0    1        2            table [1, 2, 3]            table [0, 2, 3]     (0: fell out,
+    request B:                                     table [1, 2, 4]            table [0, 2, 4]      given back)
+                                                          |  |                         |
+                                                   2 references each          2 references
+
+A full block is *published* in the prefix index once the step that wrote it has returned. A published block without
+references is free, yet hittable until the pool reuses it, least recently freed first. A request gives its blocks back
+from the end, so the beginning of a prefix outlives its tail.
+
+A hit of p tokens needs every block before p in a full group, but only those that the query at p can see in a sliding
+one: this is how prefixes are shared on hybrid models.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from aiocb.cache.blocks import BlockPool
+from aiocb.cache.prefix import PrefixIndex, block_payload, chain_digest, root_digest
+from aiocb.cache.sequence import CachedSequence
+from aiocb.step import NULL_BLOCK, BlockCopy, CacheLayout
+
+__all__ = ["CacheManager"]
+
+
+class CacheManager:
+    """The block pools and prefix indices of all groups.
+
+    Args:
+        layout: page size and groups, learned by the runner.
+        sharing: keep full blocks findable for other requests (prefix caching).
+    """
+
+    def __init__(self, layout: CacheLayout, sharing: bool = True) -> None:
+        self.layout = layout
+        self.page_size = layout.page_size
+        self.sharing = sharing
+        self.version = 0
+        self.pools = tuple(BlockPool(group.num_blocks) for group in layout.groups)
+        self.indices = tuple(PrefixIndex(pool) for pool in self.pools)
+        self._windows = tuple(group.window for group in layout.groups)
+        self._sliding = tuple(g for g, window in enumerate(self._windows) if window is not None)
+
+    # What fits
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens (prompt and output) that one request can ever have; `sys.maxsize` without a full group."""
+        full = [pool.num_usable for pool, window in zip(self.pools, self._windows, strict=True) if window is None]
+        # The KV of the last output token is never computed.
+        return min(full) * self.page_size + 1 if full else sys.maxsize
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """True when a request of so many tokens (prompt and output) fits into an otherwise empty cache."""
+        blocks = self._num_pages(max(num_tokens - 1, 1))
+        return all(
+            self._most_blocks(window, blocks, 1) <= pool.num_usable
+            for pool, window in zip(self.pools, self._windows, strict=True)
+        )
+
+    def has_margin(self, share: float) -> bool:
+        """True when at least this share of every pool is free; blocks that are only cached count as free."""
+        return all(pool.num_free >= share * pool.num_usable for pool in self.pools)
+
+    def num_free(self) -> tuple[int, ...]:
+        """Free blocks per group."""
+        return tuple(pool.num_free for pool in self.pools)
+
+    def demand(self, sequence: CachedSequence, max_chunk: int) -> list[int]:
+        """Per group, how many more blocks it takes until all present tokens of an admitted request are computed."""
+        length = len(sequence.tables[0])
+        blocks = self._num_pages(len(sequence.tokens))
+        return [
+            max(0, self._most_blocks(window, blocks - first, max_chunk) - (length - first))
+            for window, first in zip(self._windows, sequence.first_blocks, strict=True)
+        ]
+
+    def can_hold(self, sequence: CachedSequence, hit_blocks: int, max_chunk: int, promised: Sequence[int]) -> bool:
+        """True when a request with so many hits can be computed to its end from the free blocks.
+
+        Args:
+            sequence: a request that holds nothing yet.
+            hit_blocks: what `match` returned.
+            max_chunk: the most tokens that are computed at once (a sliding group holds window and chunk).
+            promised: per group, free blocks that earlier requests are going to take.
+        """
+        blocks = self._num_pages(len(sequence.tokens))
+        for g, pool in enumerate(self.pools):
+            first = self._first_block(self._windows[g], hit_blocks * self.page_size)
+            needed = self._most_blocks(self._windows[g], blocks - first, max_chunk) - (hit_blocks - first)
+            free = pool.num_free - promised[g]
+            if needed > free:
+                return False
+            for digest in sequence.digests[first:hit_blocks]:
+                block = self.indices[g].peek(digest)
+                if block is not None and not pool.num_references(block):
+                    free -= 1
+            if needed > free:
+                return False
+        return True
+
+    # Prefixes
+
+    def match(self, sequence: CachedSequence) -> int:
+        """Return how many leading blocks of a request need no computing: its own and what the prefix index has.
+
+        Pure apart from digests that are remembered. The last token is always left to compute.
+        """
+        start = sequence.num_computed_tokens // self.page_size
+        if not self._is_current(sequence):
+            return start
+        limit = (len(sequence.tokens) - 1) // self.page_size
+        tokens, digests, page_size = sequence.tokens, sequence.digests, self.page_size
+        # Blocks of its own count as found: what the window needs of them is there, or a later window needs less.
+        runs = [start] * len(self.pools)
+        best = start
+        for i in range(start, limit):
+            if i >= len(digests):
+                self.extend_digests(sequence, i + 1)
+            digest = digests[i]
+            page = tokens[i * page_size : (i + 1) * page_size]
+            is_usable = True
+            for g, index in enumerate(self.indices):
+                window = self._windows[g]
+                if index.find(digest, page) is not None:
+                    runs[g] += 1
+                elif window is None:
+                    return best
+                else:
+                    runs[g] = 0
+                if runs[g] < i + 1 - self._first_block(window, (i + 1) * page_size):
+                    is_usable = False
+            if is_usable:
+                best = i + 1
+        return best
+
+    def attach(self, sequence: CachedSequence, num_blocks: int) -> int:
+        """Let a request hold the cached blocks that `match` has just found; return how many tokens that saves."""
+        self._open(sequence)
+        start = sequence.num_computed_tokens // self.page_size
+        if num_blocks <= start:
+            return 0
+        is_fresh = sequence.capacity == 0
+        for g, table in enumerate(sequence.tables):
+            pool, index = self.pools[g], self.indices[g]
+            first = self._first_block(self._windows[g], num_blocks * self.page_size)
+            for i in range(start, num_blocks):
+                block: int | None = NULL_BLOCK
+                if i >= first:
+                    block = index.peek(sequence.digests[i])
+                    assert block is not None, "attach() without match()"
+                    pool.retain(block)
+                assert block is not None
+                if i < len(table):
+                    # A block that was allocated for this page, perhaps partly written: the cached one replaces it.
+                    self._release(g, table[i])
+                    table[i] = block
+                else:
+                    table.append(block)
+            if is_fresh:
+                sequence.first_blocks[g] = first
+        saved = num_blocks * self.page_size - sequence.num_computed_tokens
+        sequence.num_computed_tokens = num_blocks * self.page_size
+        sequence.num_published = num_blocks
+        sequence.capacity = len(sequence.tables[0]) * self.page_size
+        return saved
+
+    def publish(self, sequence: CachedSequence) -> None:
+        """Make the full blocks findable that have been computed; call it after the step that wrote them."""
+        num_full = sequence.num_computed_tokens // self.page_size
+        start = sequence.num_published
+        if start >= num_full:
+            return
+        sequence.num_published = num_full
+        # KV of older weights must not be found by requests that run with the new ones.
+        if not self.sharing or sequence.cache_version != self.version:
+            return
+        self.extend_digests(sequence, num_full)
+        for i in range(start, num_full):
+            page = sequence.tokens[i * self.page_size : (i + 1) * self.page_size]
+            for index, table in zip(self.indices, sequence.tables, strict=True):
+                if table[i] != NULL_BLOCK:
+                    index.publish(table[i], sequence.digests[i], page)
+
+    def extend_digests(self, sequence: CachedSequence, num_blocks: int) -> None:
+        """Compute the digests of a request's first `num_blocks` full blocks, as far as they are not there yet."""
+        digests, tokens, page_size = sequence.digests, sequence.tokens, self.page_size
+        parent = digests[-1] if digests else root_digest(sequence.cache_salt, sequence.cache_version)
+        for i in range(len(digests), num_blocks):
+            parent = chain_digest(parent, block_payload(tokens[i * page_size : (i + 1) * page_size]))
+            digests.append(parent)
+
+    def reset_prefix(self) -> None:
+        """Forget all prefixes and start a new weights version; what requests hold stays theirs, but is not shared."""
+        self.version += 1
+        for index in self.indices:
+            index.clear()
+
+    # Blocks
+
+    def fit(self, sequence: CachedSequence, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` tokens have room; gives back what fell out of the windows."""
+        self._open(sequence)
+        self._drop_out_of_window(sequence)
+        free = min(pool.num_free for pool in self.pools)
+        return min(num_tokens, sequence.capacity + free * self.page_size - sequence.num_computed_tokens)
+
+    def allocate(self, sequence: CachedSequence, num_tokens: int) -> bool:
+        """Make room for the first `num_tokens` tokens of a request; False, and nothing taken, when it is not there."""
+        if num_tokens <= sequence.capacity:
+            return True
+        self._open(sequence)
+        self._drop_out_of_window(sequence)
+        count = self._num_pages(num_tokens) - len(sequence.tables[0])
+        for pool in self.pools:
+            if pool.num_free < count:
+                return False
+        for g, table in enumerate(sequence.tables):
+            table += self._take(g, count)
+        sequence.capacity = len(sequence.tables[0]) * self.page_size
+        return True
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Give all blocks back; the published ones stay hittable. Idempotent."""
+        for g, table in enumerate(sequence.tables):
+            for block in reversed(table):
+                self._release(g, block)
+        sequence.tables = ()
+        sequence.capacity = 0
+        sequence.first_blocks = []
+        sequence.num_published = 0
+        sequence.num_computed_tokens = 0
+
+    def can_fork(self, source: CachedSequence, num_tokens: int) -> bool:
+        """True when `source` holds the KV of its first `num_tokens` tokens, as far as the next one can see them."""
+        if num_tokens < 1 or source.num_computed_tokens < num_tokens or source.cache_version != self.version:
+            return False
+        return all(
+            first <= self._first_block(window, num_tokens)
+            for window, first in zip(self._windows, source.first_blocks, strict=True)
+        )
+
+    def fork(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> list[BlockCopy] | None:
+        """Let `target` start with the first `num_tokens` tokens of `source`: share full blocks, copy a partial one.
+
+        Returns:
+            The copies to make before the next forward pass; None, and nothing taken, when no block is free for them.
+        """
+        num_full, rest = divmod(num_tokens, self.page_size)
+        if rest and not all(pool.num_free for pool in self.pools):
+            return None
+        self.free(target)
+        self._is_current(target)
+        self._open(target)
+        copies = []
+        for g, (table, shared) in enumerate(zip(target.tables, source.tables, strict=True)):
+            first = self._first_block(self._windows[g], num_tokens)
+            table += [NULL_BLOCK] * min(first, num_full)
+            for block in shared[len(table) : num_full]:
+                self.pools[g].retain(block)
+                table.append(block)
+            if rest:
+                table += self._take(g, 1)
+                copies.append(BlockCopy(g, shared[num_full], table[-1]))
+            target.first_blocks[g] = first
+        target.num_computed_tokens = num_tokens
+        target.num_published = num_full
+        target.capacity = len(target.tables[0]) * self.page_size
+        return copies
+
+    def usage(self) -> float:
+        """Share of the cache that requests hold, 0 to 1, by size; cached blocks without references do not count."""
+        sizes = [max(group.block_bytes, 1) for group in self.layout.groups]
+        used = sum(pool.num_used * size for pool, size in zip(self.pools, sizes, strict=True))
+        return used / sum(pool.num_usable * size for pool, size in zip(self.pools, sizes, strict=True))
+
+    def check_invariants(self, sequences: Iterable[CachedSequence]) -> None:
+        """Check pools, indices and the tables of all requests that hold blocks, against each other.
+
+        Raises:
+            AssertionError: blocks are lost, owned by nobody, published wrongly or missing in a window.
+        """
+        references = [[0] * pool.num_blocks for pool in self.pools]
+        for sequence in sequences:
+            assert sequence.num_computed_tokens <= sequence.capacity
+            for g, table in enumerate(sequence.tables):
+                assert len(table) * self.page_size == sequence.capacity
+                first = self._first_block(self._windows[g], sequence.num_computed_tokens)
+                assert sequence.first_blocks[g] <= first, "a block that is still visible was given back"
+                assert all(block == NULL_BLOCK for block in table[: sequence.first_blocks[g]])
+                assert all(block != NULL_BLOCK for block in table[first:])
+                for block in table:
+                    references[g][block] += block != NULL_BLOCK
+            if sequence.tables and sequence.cache_version == self.version:
+                self._check_digests(sequence)
+        for pool, index, expected in zip(self.pools, self.indices, references, strict=True):
+            pool.check_invariants()
+            index.check_invariants()
+            counted = [pool.num_references(block) for block in range(pool.num_blocks)]
+            assert counted == expected, "reference counts and tables disagree"
+
+    def _check_digests(self, sequence: CachedSequence) -> None:
+        check = CachedSequence(sequence.tokens, sequence.cache_salt)
+        check.cache_version = sequence.cache_version
+        self.extend_digests(check, max(len(sequence.digests), sequence.num_published))
+        assert check.digests[: len(sequence.digests)] == sequence.digests, "digests of other tokens"
+        for index, table in zip(self.indices, sequence.tables, strict=True):
+            for i, block in enumerate(table):
+                if block != NULL_BLOCK and index.is_published(block):
+                    assert (i + 1) * self.page_size <= sequence.num_computed_tokens, "published before it was written"
+                    assert index.peek(check.digests[i]) == block
+
+    # Internals
+
+    def _is_current(self, sequence: CachedSequence) -> bool:
+        # A request that holds nothing moves to the present weights; one that holds KV belongs to its old ones.
+        if sequence.cache_version != self.version and not sequence.capacity:
+            sequence.cache_version = self.version
+            sequence.digests = []
+        return self.sharing and sequence.cache_version == self.version
+
+    def _open(self, sequence: CachedSequence) -> None:
+        if not sequence.tables:
+            self._is_current(sequence)
+            sequence.tables = tuple([] for _ in self.pools)
+            sequence.first_blocks = [0] * len(self.pools)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _first_block(self, window: int | None, position: int) -> int:
+        """First logical block that the query at `position` can see (`position - window < key <= position`)."""
+        return 0 if window is None or position < window else (position - window + 1) // self.page_size
+
+    def _most_blocks(self, window: int | None, blocks: int, max_chunk: int) -> int:
+        """Most blocks held at once while so many are computed in chunks: a sliding group holds window and chunk."""
+        return blocks if window is None else min(blocks, self._num_pages(window - 1 + max_chunk - 1) + 1)
+
+    def _take(self, g: int, count: int) -> list[int]:
+        blocks = self.pools[g].try_allocate(count)
+        assert blocks is not None
+        withdraw = self.indices[g].withdraw
+        for block in blocks:
+            withdraw(block)
+        return blocks
+
+    def _release(self, g: int, block: int) -> None:
+        if block != NULL_BLOCK:
+            self.pools[g].release(block, reuse_first=not self.indices[g].is_published(block))
+
+    def _drop_out_of_window(self, sequence: CachedSequence) -> None:
+        for g in self._sliding:
+            table = sequence.tables[g]
+            first = min(self._first_block(self._windows[g], sequence.num_computed_tokens), len(table))
+            for i in range(sequence.first_blocks[g], first):
+                self._release(g, table[i])
+                table[i] = NULL_BLOCK
+            if first > sequence.first_blocks[g]:
+                sequence.first_blocks[g] = first
+
+    def __repr__(self) -> str:
+        pools = ", ".join(f"{pool.num_used}/{pool.num_usable}" for pool in self.pools)
+        return f"<CacheManager [blocks {pools} | cached {sum(map(len, self.indices))}]>"

@@ -1,0 +1,125 @@
+"""Finds blocks whose KV is already there: `PrefixIndex`, from the chained digest of a full block to its physical block.
+
+The digest of block i covers the salt, the weights version and *every* token up to the end of block i, so equal digests
+mean an equal history. It is a 256-bit BLAKE2b (Python's own `hash` would let one tenant forge another's prefix), and a
+hit is verified against the block's own tokens on top of that.
+
+    root = H(version, salt)    d0 = H(root, tokens of block 0)    d1 = H(d0, tokens of block 1)    ...
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from aiocb.cache.blocks import BlockPool
+
+__all__ = ["PrefixIndex", "block_payload", "chain_digest", "root_digest"]
+
+_DIGEST_SIZE = 32
+
+
+def root_digest(salt: str | bytes | None, version: int) -> bytes:
+    """Digest of the empty prefix: what separates tenants (salt) and weights (version)."""
+    if salt is None:
+        data = b"n"
+    elif isinstance(salt, str):
+        data = b"s" + salt.encode("utf-8", "surrogatepass")
+    else:
+        data = b"b" + salt
+    return blake2b(version.to_bytes(8, "little") + data, digest_size=_DIGEST_SIZE).digest()
+
+
+def block_payload(tokens: Sequence[int]) -> bytes:
+    """The tokens of one block as bytes: what is digested, and what a hit is verified against."""
+    return array("q", tokens).tobytes()
+
+
+def chain_digest(parent: bytes, payload: bytes) -> bytes:
+    """Digest of the prefix that ends with this block."""
+    return blake2b(parent + payload, digest_size=_DIGEST_SIZE).digest()
+
+
+class PrefixIndex:
+    """The published blocks of one group. A free block stays published, and hittable, until it is reused.
+
+    Args:
+        pool: of the same group; the index reads reference counts and changes nothing in it.
+    """
+
+    __slots__ = ("_blocks", "_digests", "_payloads", "_pool")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._blocks: dict[bytes, int] = {}
+        self._digests: list[bytes | None] = [None] * pool.num_blocks
+        self._payloads: list[bytes] = [b""] * pool.num_blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def find(self, digest: bytes, tokens: Sequence[int]) -> int | None:
+        """Return the block that holds exactly this prefix's last page, or None.
+
+        Args:
+            digest: of the prefix up to and including the block.
+            tokens: of the block itself.
+        """
+        block = self._blocks.get(digest)
+        if block is None or self._payloads[block] != block_payload(tokens):
+            return None
+        return block
+
+    def peek(self, digest: bytes) -> int | None:
+        """As `find`, without verification: only for digests that `find` has just verified."""
+        return self._blocks.get(digest)
+
+    def is_published(self, block: int) -> bool:
+        """True when the block's contents can be hit."""
+        return self._digests[block] is not None
+
+    def publish(self, block: int, digest: bytes, tokens: Sequence[int]) -> None:
+        """Make a full block findable; call it only once its KV has been written.
+
+        When another block has the same contents, the one that is in use wins: a free one may be evicted any moment.
+        """
+        if self._digests[block] is not None:
+            return
+        other = self._blocks.get(digest)
+        if other is not None:
+            if self._pool.num_references(other):
+                return
+            self.withdraw(other)
+        self._blocks[digest] = block
+        self._digests[block] = digest
+        self._payloads[block] = block_payload(tokens)
+
+    def withdraw(self, block: int) -> None:
+        """Forget a block whose contents are about to be overwritten; no-op when it was not published."""
+        digest = self._digests[block]
+        if digest is not None:
+            del self._blocks[digest]
+            self._digests[block] = None
+            self._payloads[block] = b""
+
+    def clear(self) -> None:
+        """Forget every block."""
+        for block in list(self._blocks.values()):
+            self.withdraw(block)
+
+    def check_invariants(self) -> None:
+        """Walk everything.
+
+        Raises:
+            AssertionError: the two directions of the index disagree.
+        """
+        forward = {(digest, block) for digest, block in self._blocks.items()}
+        backward = {(digest, block) for block, digest in enumerate(self._digests) if digest is not None}
+        assert forward == backward, "digests and blocks are not one to one"
+        assert self._digests[0] is None, "the null block is published"
+        for block, digest in enumerate(self._digests):
+            assert bool(self._payloads[block]) == (digest is not None), f"block {block} keeps a stale payload"
+
+    def __repr__(self) -> str:
+        return f"<PrefixIndex {len(self._blocks)} blocks>"

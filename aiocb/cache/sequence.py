@@ -1,0 +1,51 @@
+"""The cache's part of a request: `CachedSequence`, base class of the scheduler's `Request`.
+
+A base class and not an object of its own: the step loop reads these attributes once per token.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CachedSequence"]
+
+
+class CachedSequence:
+    """Tokens, how many of them have their KV in the cache, and where.
+
+    Only `CacheManager` writes the attributes from `tables` on.
+
+    Attributes:
+        tokens: prompt and output; only appended to.
+        num_computed_tokens: leading tokens whose KV is in the cache.
+        cache_salt: separates prefixes that must not be shared.
+        tables: per group, the physical block of each logical block; `()` while nothing is held. The lists grow and
+            lose out-of-window blocks in place; they are replaced, never emptied, when the blocks are given back, so a
+            plan that borrowed them stays whole.
+        capacity: tokens that the tables have room for.
+        first_blocks: per group, the first logical block that has not fallen out of the window.
+        digests: chained digest of each full block, as far as they were needed.
+        num_published: leading full blocks that were offered to the prefix index.
+        cache_version: weights version that the KV and the digests belong to.
+    """
+
+    __slots__ = (
+        "cache_salt",
+        "cache_version",
+        "capacity",
+        "digests",
+        "first_blocks",
+        "num_computed_tokens",
+        "num_published",
+        "tables",
+        "tokens",
+    )
+
+    def __init__(self, tokens: list[int], cache_salt: str | bytes | None = None) -> None:
+        self.tokens = tokens
+        self.num_computed_tokens = 0
+        self.cache_salt = cache_salt
+        self.tables: tuple[list[int], ...] = ()
+        self.capacity = 0
+        self.first_blocks: list[int] = []
+        self.digests: list[bytes] = []
+        self.num_published = 0
+        self.cache_version = -1

@@ -1,0 +1,111 @@
+"""Prefixes that are being computed right now: `PendingPrefixes`. Owned by the worker thread.
+
+Requests that arrive together often share a prompt's beginning. Only the first of them computes it (its *owner*); the
+others are parked on the owner until it has come as far as they agree with it, and then hit the prefix cache. Without
+this, 64 requests with one 512-token prefix compute it 64 times.
+
+Somebody always wakes the parked: the owner when it gets there, or whatever takes it out of the running (its end, a
+preemption, a pause). So a parked request implies a running owner, which `check_invariants` holds to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aiocb.scheduler.request import Request
+
+__all__ = ["PendingPrefixes"]
+
+
+class PendingPrefixes:
+    """Who computes which prefix, and who waits for it.
+
+    Args:
+        page_size: tokens per block.
+    """
+
+    __slots__ = ("_owners", "_page_size", "num_parked")
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._owners: dict[bytes, Request] = {}
+        self.num_parked = 0
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def add(self, owner: Request, start: int) -> None:
+        """Note that `owner` is going to compute its blocks from `start` on (their digests are there)."""
+        assert owner.pending_start < 0
+        owner.pending_start = start
+        owners = self._owners
+        for digest in owner.digests[start:]:
+            owners.setdefault(digest, owner)
+
+    def discard(self, owner: Request) -> None:
+        """Note that `owner` computes nothing more of its prefix. Idempotent."""
+        if owner.pending_start < 0:
+            return
+        owners = self._owners
+        for digest in owner.digests[owner.pending_start :]:
+            if owners.get(digest) is owner:
+                del owners[digest]
+        owner.pending_start = -1
+
+    def find(self, digests: list[bytes], start: int, end: int) -> tuple[Request, int] | None:
+        """Return who is computing block `start` of these digests, and how many tokens up to block `end` both share."""
+        owners = self._owners
+        if start >= end:
+            return None
+        owner = owners.get(digests[start])
+        # Computed already and yet not found by the look-up: it has been evicted again, so there is nothing to wait for.
+        if owner is None or (start + 1) * self._page_size <= owner.num_computed_tokens:
+            return None
+        common = start + 1
+        while common < end and owners.get(digests[common]) is owner:
+            common += 1
+        return owner, common * self._page_size
+
+    def park(self, request: Request, owner: Request, num_tokens: int) -> None:
+        """Let a request that is in no queue wait until `owner` has computed so many tokens."""
+        request.parked_on = owner
+        owner.followers.append((num_tokens, request))
+        self.num_parked += 1
+
+    def unpark(self, request: Request) -> bool:
+        """Take a request out (it has ended or was paused); False when it was not parked. O(1)."""
+        if request.parked_on is None:
+            return False
+        request.parked_on = None
+        self.num_parked -= 1
+        return True
+
+    def wake(self, owner: Request, num_tokens: int | None = None) -> list[Request]:
+        """Return the requests that wait for `owner` to come to `num_tokens` (None: all of them) and unpark them."""
+        woken, kept = [], []
+        for entry in owner.followers:
+            target, request = entry
+            if request.parked_on is not owner:
+                continue
+            if num_tokens is None or target <= num_tokens:
+                self.unpark(request)
+                woken.append(request)
+            else:
+                kept.append(entry)
+        owner.followers = kept
+        return woken
+
+    def check_invariants(self, running: Iterable[Request]) -> None:
+        """Raise `AssertionError` when somebody waits for a request that is not on its way."""
+        running = list(running)
+        followers = {request for owner in running for _, request in owner.followers if request.parked_on is owner}
+        assert len(followers) == self.num_parked, "a request waits for nobody"
+        for owner in running:
+            for target, request in owner.followers:
+                assert request.parked_on is not owner or target > owner.num_computed_tokens, "overslept"
+        assert set(self._owners.values()) <= set(running)
+        for owner in self._owners.values():
+            assert owner.pending_start >= 0
+
+    def __repr__(self) -> str:
+        return f"<PendingPrefixes {len(self._owners)} blocks, {self.num_parked} parked>"
