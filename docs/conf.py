@@ -1,0 +1,11 @@
+project = "aiocb"
+author = "the aiocb authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+exclude_patterns = ["_build"]
+nitpicky = False
+suppress_warnings = ["myst.xref_missing"]
