@@ -132,25 +132,25 @@ class EngineConfig:
             raise ConfigError(f"default_compile_level must be 0, 1, 2 or 3, not {self.default_compile_level!r}")
 
     @classmethod
-    def from_transformers(cls, config: ContinuousBatchingConfig) -> EngineConfig:
+    def from_transformers(cls, config: ContinuousBatchingConfig, **changes: Any) -> EngineConfig:
         """Take the fields of transformers' `ContinuousBatchingConfig` that exist here; the object is not changed.
+
+        Args:
+            config: transformers' settings.
+            changes: fields of this class that it has not, or that replace its own.
 
         Raises:
             ConfigError: a value is out of its range.
         """
-        values = {
-            field.name: getattr(config, field.name)
-            for field in dataclasses.fields(cls)
-            if getattr(config, field.name, None) is not None
-        }
+        names = {field.name for field in dataclasses.fields(cls)} - {"per_request_processors"}
+        values = {name: getattr(config, name) for name in names if hasattr(config, name)}
         # The reference's class defaults are not choices of its user: leave those to be decided at start.
         if values.get("page_size") == 256:
             del values["page_size"]
         for name in ("q_padding_interval_size", "kv_padding_interval_size"):
-            if values.get(name) == 0:
-                del values[name]
-        values.pop("per_request_processors", None)
-        return cls(**values)
+            if not values.get(name):
+                values.pop(name, None)
+        return cls(**{**values, **changes})
 
 
 def _at_least(name: str, value: Any, low: int) -> None:

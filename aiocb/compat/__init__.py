@@ -1,0 +1,1 @@
+"""Other libraries' interfaces over the same engine."""

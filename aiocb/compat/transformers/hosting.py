@@ -1,0 +1,77 @@
+"""Where a manager's settings come from, and where a manager that is kept for the next session lives."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from aiocb.config import EngineConfig
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from aiocb.compat.transformers.manager import ContinuousBatchingManager
+
+__all__ = ["engine_config", "keep_on_model", "kept_manager"]
+
+_ATTRIBUTE = "_aiocb_manager"
+_TORCH_BACKENDS = {"eager": "eager", "paged|eager": "eager", "sdpa": "sdpa"}
+
+
+def engine_config(
+    model: Any,
+    generation_config: GenerationConfig | None,
+    config: ContinuousBatchingConfig | EngineConfig | None,
+) -> EngineConfig:
+    """The engine's settings from whatever the caller passed; nothing of it is changed.
+
+    With `auto_switch_to_flash=False` the attention that the model was loaded with is kept.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    if config is None:
+        config = getattr(generation_config, "continuous_batching_config", None)
+        if config is None:
+            return EngineConfig()
+        warnings.warn(
+            "continuous_batching_config on a GenerationConfig is deprecated: pass it as an argument of its own",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if isinstance(config, EngineConfig):
+        return config
+    attention = None
+    if not config.auto_switch_to_flash:
+        implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        attention = _TORCH_BACKENDS.get(implementation or "")
+    return EngineConfig.from_transformers(config, attention=attention)
+
+
+class _Place:
+    """An attribute of the model that copies and pickles as an empty one: a copy of a model has no manager."""
+
+    def __init__(self) -> None:
+        self.manager: ContinuousBatchingManager | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Place, ()
+
+
+def kept_manager(model: Any) -> ContinuousBatchingManager | None:
+    """The manager that `keep_for_next_session` has left on a model."""
+    place = getattr(model, _ATTRIBUTE, None)
+    return place.manager if isinstance(place, _Place) else None
+
+
+def keep_on_model(model: Any, manager: ContinuousBatchingManager | None) -> None:
+    """Leave a manager on its model, or take it away. A runner of one's own has no model to leave it on."""
+    if model is None:
+        return
+    if manager is None:
+        if hasattr(model, _ATTRIBUTE):
+            delattr(model, _ATTRIBUTE)
+        return
+    place = _Place()
+    place.manager = manager
+    setattr(model, _ATTRIBUTE, place)

@@ -1,0 +1,330 @@
+"""Where results wait for their readers: plain threads, or callbacks on event loops.
+
+The worker thread calls `deliver` once per step; every other method is called in a user's thread. One lock, held for
+as long as it takes to append what one step produced. Results wait in order of arrival and can be taken from the
+front or by request, both in O(1); a reader that waits for one request is woken for that request only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from aiocb.compat.transformers.results import GenerationOutput, Prefix, RequestStatus
+
+if TYPE_CHECKING:
+    from aiocb.engine.slot import End, Slot
+    from aiocb.step import TokenLogprobs
+
+__all__ = ["Callback", "Record", "Router"]
+
+Callback = Callable[[GenerationOutput], object]
+
+
+class Record:
+    """One sequence that was asked for, and what it has produced.
+
+    Attributes:
+        slot: its place in the engine, None before it has been submitted.
+        is_live: it has not ended.
+        sink: takes the outputs instead of the queue and of handlers.
+        unread: numbers of its outputs that wait in the queue.
+        waiter: readers that wait for this request.
+    """
+
+    __slots__ = (
+        "created_time",
+        "first_token_time",
+        "is_live",
+        "is_streaming",
+        "logprobs",
+        "prompt_ids",
+        "request_id",
+        "sink",
+        "slot",
+        "timestamps",
+        "tokens",
+        "unread",
+        "waiter",
+    )
+
+    def __init__(
+        self, request_id: str, *, is_streaming: bool, has_timestamps: bool, sink: Callback | None = None
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_ids: list[int] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.timestamps: list[float] | None = [] if has_timestamps else None
+        self.created_time = time.perf_counter()
+        self.first_token_time = -1.0
+        self.is_streaming = is_streaming
+        self.is_live = True
+        self.sink = sink
+        self.slot: Slot | None = None
+        self.unread: deque[int] = deque()
+        self.waiter: threading.Condition | None = None
+
+    def add(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, end: End | None
+    ) -> list[GenerationOutput]:
+        """Take one delivery; return the outputs that it makes: one per token when streaming."""
+        now = time.perf_counter()
+        start = len(self.tokens)
+        self.tokens.extend(token_ids)
+        if logprobs is not None:
+            self.logprobs.extend(one.logprob for one in logprobs)
+        if self.timestamps is not None:
+            self.timestamps.extend([now] * len(token_ids))
+        if token_ids and start == 0:
+            self.first_token_time = now
+        outputs = []
+        if self.is_streaming:
+            stop = len(self.tokens) + (1 if end is None else 0)
+            outputs = [self._snapshot(length) for length in range(start + 1, stop)]
+        if end is not None:
+            self.is_live = False
+            outputs.append(self._last(end, now))
+        return outputs
+
+    def _snapshot(self, length: int) -> GenerationOutput:
+        return GenerationOutput(
+            self.request_id,
+            self.prompt_ids,
+            Prefix(self.tokens, length),
+            Prefix(self.logprobs, length) if self.logprobs else [],
+            None,
+            RequestStatus.DECODING,
+            self.created_time,
+            (self.first_token_time, -1),
+            None if self.timestamps is None else Prefix(self.timestamps, length),
+        )
+
+    def _last(self, end: End, now: float) -> GenerationOutput:
+        error = end.error
+        if error is None and end.finish_reason == "cancelled":
+            error = RuntimeError("the request was cancelled")
+        queue_s = None if end.metrics is None else end.metrics.queue_s
+        # A stream's earlier outputs look into the same lists, which now belong to the reader: copy them once.
+        copy = self.is_streaming
+        timestamps = self.timestamps
+        return GenerationOutput(
+            self.request_id,
+            self.prompt_ids,
+            self.tokens[:] if copy else self.tokens,
+            self.logprobs[:] if copy else self.logprobs,
+            None if error is None else str(error),
+            RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
+            self.created_time,
+            (-1 if queue_s is None else self.created_time + queue_s, now),
+            timestamps[:] if copy and timestamps is not None else timestamps,
+            error,
+        )
+
+
+class Router:
+    """Outputs between the worker and their readers.
+
+    Attributes:
+        lock: reentrant; also guards the state of the manager that owns this router.
+        is_running: results of live requests can come.
+        num_live: registered sequences that have not ended.
+        on_idle: called, with the lock held, when the last live sequence has ended.
+        abandon: called with the slot of a request whose handler's loop is closed.
+    """
+
+    def __init__(self, on_idle: Callable[[], None], abandon: Callable[[Slot], None]) -> None:
+        self.lock = threading.RLock()
+        self.is_running = False
+        self.num_live = 0
+        self.on_idle = on_idle
+        self.abandon = abandon
+        self._next_number = 0
+        self._outputs: OrderedDict[int, tuple[Record, GenerationOutput]] = OrderedDict()
+        self._records: dict[str, deque[Record]] = {}
+        self._handlers: dict[str, tuple[Callback, asyncio.AbstractEventLoop]] = {}
+        self._any = threading.Condition(self.lock)
+
+    # ── the writing side ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def register(self, records: Iterable[Record]) -> None:
+        """Make sequences known before they are submitted; idempotent.
+
+        A label may be in use: the outputs of the requests that share it are then read one request after the other.
+        """
+        with self.lock:
+            for record in records:
+                known = self._records.setdefault(record.request_id, deque())
+                if record not in known:
+                    known.append(record)
+                    self.num_live += 1
+            self._any.notify_all()
+
+    def live(self, request_id: str) -> list[Record]:
+        """Sequences of this label that have not ended."""
+        with self.lock:
+            return [record for record in self._records.get(request_id, ()) if record.is_live]
+
+    def deliver(
+        self, deliveries: Iterable[tuple[Record, Sequence[int], Sequence[TokenLogprobs] | None, End | None]]
+    ) -> None:
+        """Take what one step produced."""
+        calls: dict[asyncio.AbstractEventLoop, list[tuple[Callback, Record, GenerationOutput]]] = {}
+        with self.lock:
+            num_ended = 0
+            for record, token_ids, logprobs, end in deliveries:
+                if not record.is_live:
+                    continue
+                outputs = record.add(token_ids, logprobs, end)
+                num_ended += not record.is_live
+                if not outputs:
+                    continue
+                if record.sink is not None:
+                    for output in outputs:
+                        record.sink(output)
+                        if output.is_finished():
+                            self._forget(record)
+                    continue
+                handler = self._handlers.get(record.request_id)
+                for output in outputs:
+                    if handler is None:
+                        self._put(record, output)
+                    else:
+                        calls.setdefault(handler[1], []).append((handler[0], record, output))
+            for loop, items in calls.items():
+                self._call(loop, items)
+            if num_ended:
+                self.num_live -= num_ended
+                if self.num_live == 0:
+                    self._any.notify_all()
+                    self.on_idle()
+
+    def notify_all(self) -> None:
+        """Wake every reader to look at the state again."""
+        with self.lock:
+            self._any.notify_all()
+            for records in self._records.values():
+                for record in records:
+                    if record.waiter is not None:
+                        record.waiter.notify_all()
+
+    def _put(self, record: Record, output: GenerationOutput) -> None:
+        number = self._next_number
+        self._next_number += 1
+        self._outputs[number] = (record, output)
+        record.unread.append(number)
+        if record.waiter is not None:
+            record.waiter.notify_all()
+        self._any.notify_all()
+
+    def _call(self, loop: asyncio.AbstractEventLoop, items: list[tuple[Callback, Record, GenerationOutput]]) -> None:
+        """Post one step's outputs to one loop. A closed loop ends its own requests and no others."""
+        try:
+            loop.call_soon_threadsafe(_run_callbacks, loop, [(callback, output) for callback, _, output in items])
+        except RuntimeError:
+            for _, record, output in items:
+                self._handlers.pop(record.request_id, None)
+                self._put(record, output)
+                if record.is_live and record.slot is not None:
+                    self.abandon(record.slot)
+            return
+        for _, record, output in items:
+            if output.is_finished():
+                self._handlers.pop(record.request_id, None)
+                self._forget(record)
+
+    def _forget(self, record: Record) -> None:
+        records = self._records.get(record.request_id)
+        if records is not None and record in records:
+            records.remove(record)
+            if not records:
+                del self._records[record.request_id]
+        if record.waiter is not None:
+            record.waiter.notify_all()
+
+    # ── the reading side ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def take(
+        self, request_id: str | None = None, timeout: float | None = None, *, ends_when_idle: bool = False
+    ) -> GenerationOutput | None:
+        """Return the next output, of one request or of any.
+
+        Args:
+            request_id: whose; None takes what came first.
+            timeout: seconds to wait; None waits as long as one can come.
+            ends_when_idle: do not wait when no request is alive.
+
+        Returns:
+            None when the time is over or nothing can come: nothing runs, or (without a timeout) no such request is
+            alive.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self.lock:
+            while True:
+                output = self._pop(request_id)
+                if output is not None:
+                    return output
+                condition = self._place_to_wait(request_id, ends_when_idle or timeout is None)
+                if condition is None or (ends_when_idle and self.num_live == 0):
+                    return None
+                remaining = None if deadline is None else deadline - time.monotonic()
+                if remaining is not None and remaining <= 0:
+                    return None
+                condition.wait(remaining)
+
+    def set_handler(self, request_id: str, callback: Callback, loop: asyncio.AbstractEventLoop) -> None:
+        """Send the outputs of a request, those that wait included, to a callback on a loop."""
+        with self.lock:
+            self._handlers[request_id] = (callback, loop)
+            waiting = []
+            while (output := self._pop(request_id)) is not None:
+                waiting.append((callback, output))
+                if output.is_finished():
+                    self._handlers.pop(request_id, None)
+                    break
+            if waiting:
+                loop.call_soon_threadsafe(_run_callbacks, loop, waiting)
+
+    def _pop(self, request_id: str | None) -> GenerationOutput | None:
+        if request_id is None:
+            if not self._outputs:
+                return None
+            _, (record, output) = self._outputs.popitem(last=False)
+            record.unread.popleft()
+        else:
+            records = self._records.get(request_id)
+            if not records or not records[0].unread:
+                return None
+            record = records[0]
+            _, output = self._outputs.pop(record.unread.popleft())
+        if output.is_finished():
+            self._forget(record)
+        return output
+
+    def _place_to_wait(self, request_id: str | None, only_known: bool) -> threading.Condition | None:
+        """The condition to wait on, None when nothing can come."""
+        if not self.is_running:
+            return None
+        if request_id is None:
+            return self._any
+        records = self._records.get(request_id)
+        if not records:
+            return None if only_known else self._any
+        record = records[0]
+        if record.waiter is None:
+            record.waiter = threading.Condition(self.lock)
+        return record.waiter
+
+
+def _run_callbacks(loop: asyncio.AbstractEventLoop, items: list[tuple[Callback, GenerationOutput]]) -> None:
+    for callback, output in items:
+        try:
+            callback(output)
+        except Exception as error:
+            loop.call_exception_handler(
+                {"message": f"the result handler of {output.request_id!r} raised", "exception": error}
+            )

@@ -1,0 +1,259 @@
+"""One life of the engine for plain threads: the worker and core of `aiocb.engine`, with a bridge that needs no loop.
+
+Any thread, except `ThreadBridge.post`, `_build` and `_release` (worker thread).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiocb.compat.transformers.router import Record, Router
+from aiocb.engine.admission import Plan, StreamSpec, plan_request
+from aiocb.engine.core import EngineCore
+from aiocb.engine.output import Submission
+from aiocb.engine.session import Session
+from aiocb.engine.slot import Delivery, End, Lane, Slot
+from aiocb.outputs import RequestMetrics, Usage
+from aiocb.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from aiocb.compat.transformers.parameters import Parameters
+    from aiocb.config import EngineConfig
+    from aiocb.engine.source import Source
+
+__all__ = ["ThreadSession", "Ticket"]
+
+
+class Ticket(NamedTuple):
+    """One call of `add_request`, as given; it waits here until the manager has started."""
+
+    prompt: Any
+    sampling: SamplingParams
+    records: tuple[Record, ...]
+
+    @property
+    def interval(self) -> int | None:
+        """Tokens per delivery; None is one delivery, at the end."""
+        record = self.records[0]
+        return 1 if record.is_streaming or record.timestamps is not None else None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt as far as it can be read without checking it; else empty."""
+        prompt = self.prompt.tolist() if hasattr(self.prompt, "tolist") else self.prompt
+        try:
+            return [int(token) for token in prompt]
+        except (TypeError, ValueError):
+            return []
+
+
+class ThreadLane(Lane):
+    """A lane that names the record its output goes to."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, slot: Slot, index: int, record: Record) -> None:
+        super().__init__(slot, index)
+        self.record = record
+
+
+class ThreadBridge:
+    """A `Bridge` that hands each step's deliveries to a `Router`, in the worker thread."""
+
+    def __init__(self, router: Router) -> None:
+        self.num_submitted = 0
+        self.num_waiting = 0
+        self.outbox: list[Delivery] = []
+        self.room = threading.Condition(router.lock)
+        self._router = router
+
+    @property
+    def is_waiting_for_room(self) -> bool:
+        """True when a thread waits for a place in the bounded queue."""
+        return self.num_waiting > 0
+
+    def post(self, batch: list[Delivery]) -> bool:
+        """Deliver; True, because the readers are threads of this process."""
+        if self.num_waiting:
+            with self.room:
+                self.room.notify_all()
+        if batch:
+            self._router.deliver([(_record(lane), tokens, logprobs, end) for lane, tokens, _, logprobs, end in batch])
+        return True
+
+    def lane_ended(self, lane: Lane) -> None:
+        """Nothing to count: the router does."""
+
+    def wake(self, slot: Slot) -> None:
+        """Nobody is parked on a slot."""
+
+
+class ThreadSession(Session):
+    """A session that threads open, submit to and hold.
+
+    Args:
+        source, config: as for `Session`.
+        router: where outputs go.
+        on_exit: called in the worker thread as its last act.
+    """
+
+    def __init__(
+        self, source: Source, config: EngineConfig, router: Router, on_exit: Callable[[ThreadSession], None]
+    ) -> None:
+        super().__init__(source, config)
+        self.bridge = ThreadBridge(router)
+        self._ready = threading.Event()
+        self._listener = on_exit
+        self._lock = router.lock
+        self._num_holds = 0
+        self._held = threading.Event()
+        self._mode = _EvalMode(source.model)
+
+    def open(self) -> None:
+        """Start the worker and wait until it can serve.
+
+        Raises:
+            ConfigError: the model or the settings cannot work.
+            Exception: whatever building the runner raised.
+        """
+        self.worker.start(lambda _error: self._ready.set(), self._on_exit)
+        try:
+            self._ready.wait()
+        except BaseException:
+            self.worker.stop()
+            raise
+        error = self.worker.error
+        if self.worker.state == "closed" and error is not None:
+            self.worker.join()
+            raise error
+
+    def _build(self) -> EngineCore:
+        self._mode.enter()
+        try:
+            return super()._build()
+        except BaseException:
+            self._mode.leave()
+            raise
+
+    def _release(self, core: EngineCore) -> None:
+        self._mode.leave()
+        super()._release(core)
+
+    def _on_exit(self) -> None:
+        super()._on_exit()
+        self._listener(self)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, ticket: Ticket, parameters: Parameters) -> Plan:
+        """Check a request against the model and the cache; nothing is registered.
+
+        Raises:
+            InvalidRequest: the request can never run as asked.
+        """
+        limits, text = self.limits, self.text
+        assert limits is not None and text is not None
+        limits = parameters.limits(limits)
+        prompt = text.normalize_prompt(ticket.prompt, vocab_size=limits.defaults.vocab_size)
+        sampling = parameters.complete(ticket.sampling, len(prompt))
+        return plan_request(StreamSpec(prompt, sampling, ticket.records[0].request_id), prompt, limits, text)
+
+    def submit(self, ticket: Ticket, plan: Plan) -> None:
+        """Hand a planned request to the worker; its records are registered. Never waits."""
+        slot = Slot(ticket.records[0].request_id, self.bridge, len(ticket.records))
+        lanes: list[Lane] = []
+        for index, record in enumerate(ticket.records):
+            record.slot = slot
+            record.prompt_ids = plan.prompt_token_ids
+            lanes.append(ThreadLane(slot, index, record))
+        if plan.max_output_tokens == 0:
+            end = End("length", None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
+            self.bridge.post([Delivery(lane, (), "", None, end) for lane in lanes])
+            return
+        self.bridge.num_submitted += len(lanes)
+        age = time.perf_counter() - ticket.records[0].created_time
+        submission = Submission(
+            slot,
+            tuple(lanes),
+            plan.prompt_token_ids,
+            plan.sampling,
+            plan.max_output_tokens,
+            time.monotonic() - age,
+            stream_interval=ticket.interval,
+        )
+        self.put((EngineCore.submit, submission))
+
+    def cancel(self, slot: Slot) -> None:
+        """End a request at the next step; its last output says so."""
+        self.put((EngineCore.abort, slot))
+
+    def has_room(self, count: int) -> bool:
+        """Whether the bounded queue has room for `count` more sequences."""
+        limit, core = self.config.max_queue_size, self.worker.core
+        if not limit or core is None:
+            return True
+        return self.bridge.num_submitted - core.recorder.num_left_queue + count <= limit
+
+    def wait_for_room(self, timeout: float | None) -> None:
+        """Wait, with the router's lock held, until the queue has moved on, the session ends or the time is over."""
+        self.bridge.num_waiting += 1
+        try:
+            self.put((EngineCore.watch_room, self.bridge))
+            self.bridge.room.wait(timeout)
+        finally:
+            self.bridge.num_waiting -= 1
+
+    # ── holding ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def hold(self) -> threading.Event:
+        """Ask the worker to pause; the event is set once no step runs. Holds add up."""
+        with self._lock:
+            self._num_holds += 1
+            if self._num_holds == 1:
+                self._held = held = threading.Event()
+                self.put((EngineCore.pause, lambda: self._on_held(held)))
+            return self._held
+
+    def release(self) -> None:
+        """Give up one hold. After the last one steps go on, over the weights as they are then."""
+        with self._lock:
+            self._num_holds -= 1
+            if self._num_holds == 0:
+                self.put((_resume, self._mode))
+
+    def _on_held(self, held: threading.Event) -> None:
+        self._mode.leave()
+        held.set()
+
+
+class _EvalMode:
+    """A model in training mode is run in eval mode, and is in training mode again whenever its user has it."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._training: list[Any] = []
+
+    def enter(self) -> None:
+        if self._model is None or self._training:
+            return
+        self._training = [module for module in self._model.modules() if module.training]
+        for module in self._training:
+            module.training = False
+
+    def leave(self) -> None:
+        for module in self._training:
+            module.training = True
+        self._training = []
+
+
+def _resume(core: EngineCore, mode: _EvalMode) -> None:
+    mode.enter()
+    core.unpause(None)
+
+
+def _record(lane: Lane) -> Record:
+    assert isinstance(lane, ThreadLane)
+    return lane.record
