@@ -122,7 +122,7 @@ def processed_logprobs(
 
 def _build(token_id: int, value: float, rank: int, top: list[tuple[int, float]]) -> TokenLogprobs:
     """Make the result finite and let `top` include the token itself."""
-    value = max(value, LOWEST_LOGPROB)
+    value = value if value > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN too
     top = [(other, number) for other, number in top if number > -math.inf]
     if all(other != token_id for other, _ in top):
         top.append((token_id, value))

@@ -229,6 +229,10 @@ class RequestState:
         if self.processors:
             self.token_list.extend(new)
 
+    def banned_ngrams(self) -> Iterable[int]:
+        """Tokens that would repeat an n-gram."""
+        return () if self.ngrams is None else self.ngrams.banned()
+
     def banned_late(self, tokens: Sequence[int], length: int) -> Iterable[int]:
         """Tokens banned at this position only: ends of bad words, stop tokens before `min_new_tokens`."""
         banned: list[int] = []
@@ -282,21 +286,21 @@ class StaticStage:
         self.states = states
         present = [(row, state) for row, state in enumerate(states) if state is not None]
         self.seen_rows = [
-            (row, state.seen, _bounded(state.sampling.repetition_penalty, 1 / _BOUND))
+            (row, state, _bounded(state.sampling.repetition_penalty, 1 / _BOUND))
             for row, state in present
             if state.seen is not None
         ]
         self.produced_rows = [
             (
                 row,
-                state.produced,
+                state,
                 _bounded(state.sampling.frequency_penalty, -_BOUND),
                 _bounded(state.sampling.presence_penalty, -_BOUND),
             )
             for row, state in present
             if state.produced is not None
         ]
-        self.ngram_rows = [(row, state.ngrams) for row, state in present if state.ngrams is not None]
+        self.ngram_rows = [(row, state) for row, state in present if state.ngrams is not None]
         self.processor_rows = [(row, state) for row, state in present if state.processors]
         self.late_rows = [
             (row, state) for row, state in present if state.bad_words is not None or state.sampling.min_new_tokens
@@ -335,9 +339,9 @@ def process(logits: Tensor, stage: StaticStage, histories: Sequence[tuple[Sequen
     """
     vocab_size = logits.shape[1]
     device = logits.device
-    for state, (tokens, length) in zip(stage.states, histories, strict=True):
-        if state is not None:
-            state.update(tokens, length)
+    for some_state, (tokens, length) in zip(stage.states, histories, strict=True):
+        if some_state is not None:
+            some_state.update(tokens, length)
     flat = logits.view(-1)  # [N * V]
     if stage.seen_rows:
         _penalise_repetition(flat, stage, vocab_size)
@@ -346,8 +350,8 @@ def process(logits: Tensor, stage: StaticStage, histories: Sequence[tuple[Sequen
     if stage.ngram_rows:
         banned = [
             row * vocab_size + token
-            for row, ngrams in stage.ngram_rows
-            for token in ngrams.banned()
+            for row, state in stage.ngram_rows
+            for token in state.banned_ngrams()
             if 0 <= token < vocab_size  # a prompt may hold placeholders, which would reach into the next row
         ]
         _ban(flat, banned, device)
@@ -386,25 +390,31 @@ def _run_processors(logits: Tensor, stage: StaticStage) -> dict[int, Exception]:
 
 def _penalise_repetition(flat: Tensor, stage: StaticStage, vocab_size: int) -> None:
     """Divide the positive and multiply the negative logits of seen tokens (CTRL, Keskar et al., 2019)."""
-    sizes = [len(counts.ids) for _, counts, _ in stage.seen_rows]
-    index = np.concatenate([counts.ids + row * vocab_size for row, counts, _ in stage.seen_rows])  # [U]
-    penalty = np.repeat(np.array([value for _, _, value in stage.seen_rows], dtype=np.float32), sizes)  # [U]
-    where = torch.from_numpy(index).to(flat.device)
+    rows = stage.seen_rows
+    index, sizes = _touched([(row, state.seen) for row, state, _ in rows], vocab_size, flat.device)
+    penalty = np.repeat(np.array([value for _, _, value in rows], dtype=np.float32), sizes)  # [U]
     by = torch.from_numpy(penalty).to(flat.device)
-    values = flat.index_select(0, where)
-    flat.index_copy_(0, where, torch.where(values < 0, values * by, values / by))
+    values = flat.index_select(0, index)
+    flat.index_copy_(0, index, torch.where(values < 0, values * by, values / by))
 
 
 def _penalise_produced(flat: Tensor, stage: StaticStage, vocab_size: int) -> None:
     """Subtract frequency * count + presence from the tokens of the output, as OpenAI defines both."""
     rows = stage.produced_rows
-    sizes = [len(counts.ids) for _, counts, _, _ in rows]
-    index = np.concatenate([counts.ids + row * vocab_size for row, counts, _, _ in rows])  # [U]
+    index, sizes = _touched([(row, state.produced) for row, state, _, _ in rows], vocab_size, flat.device)
     frequency = np.repeat(np.array([value for _, _, value, _ in rows], dtype=np.float32), sizes)
     presence = np.repeat(np.array([value for _, _, _, value in rows], dtype=np.float32), sizes)
-    amount = frequency * np.concatenate([counts.counts for _, counts, _, _ in rows]) + presence  # [U]
-    where = torch.from_numpy(index).to(flat.device)
-    flat.index_copy_(0, where, flat.index_select(0, where) - torch.from_numpy(amount).to(flat.device))
+    counts = np.concatenate([state.produced.counts for _, state, _, _ in rows if state.produced is not None])
+    amount = torch.from_numpy(frequency * counts + presence).to(flat.device)  # [U]
+    flat.index_copy_(0, index, flat.index_select(0, index) - amount)
+
+
+def _touched(
+    rows: Sequence[tuple[int, TokenCounts | None]], vocab_size: int, device: torch.device
+) -> tuple[Tensor, list[int]]:
+    """Flat indices of the counted tokens of all rows, [U], and how many each row has."""
+    parts = [counts.ids + row * vocab_size for row, counts in rows if counts is not None]
+    return torch.from_numpy(np.concatenate(parts)).to(device), [len(part) for part in parts]
 
 
 def _ban(flat: Tensor, index: Sequence[int], device: torch.device) -> None:
