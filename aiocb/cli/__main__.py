@@ -1,0 +1,5 @@
+"""`python -m aiocb.cli`."""
+
+from aiocb.cli import main
+
+main()

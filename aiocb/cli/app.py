@@ -1,0 +1,161 @@
+"""Commands and their options. Each command imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated
+
+import typer
+
+from aiocb.cli.terminal import ModelOptions, report_errors
+
+__all__ = ["app"]
+
+DEFAULT_MODEL = "smollm2"
+
+app = typer.Typer(
+    help="Continuous batching for asyncio: stream any Hugging Face causal language model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(help="A hub name, a directory, a GGUF file, or smollm2.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or as stored.", rich_help_panel="Model")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; chosen when not given.", rich_help_panel="Model")]
+Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights in the CPU kernels.", rich_help_panel="Model")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels.", rich_help_panel="Model")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel="Model")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Tracebacks and log messages.", rich_help_panel="Model")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
+Seed = Annotated[int | None, typer.Option(help="Makes the answers repeatable.")]
+System = Annotated[str | None, typer.Option(help="The system message.")]
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        from aiocb._version import __version__
+
+        print(f"aiocb {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Options that come before the command."""
+
+
+@app.command()
+def chat(
+    model: Model = DEFAULT_MODEL,
+    system: System = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; unset: the model's own.")] = None,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    int8: Int8 = False,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Chat with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help shows the rest."""
+    from aiocb.cli.chat import Chat
+
+    options = ModelOptions(model, dtype, device, int8, threads, trust_remote_code, debug)
+    with report_errors(debug):
+        Chat(options, system, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed).run()
+
+
+@app.command()
+def run(
+    model: Model,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="One or more prompts; none: one per line of standard input.")
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="Once for all prompts, or once per prompt; 0 is greedy.")
+    ] = None,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Seed = None,
+    system: System = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompts as text, without the chat template.")
+    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    int8: Int8 = False,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Answer several prompts at once, each in its own column."""
+    from aiocb.cli.run import Run
+
+    texts = prompts if prompts else _lines()
+    if not texts:
+        raise typer.BadParameter("give at least one prompt, or lines on standard input", param_hint="PROMPTS")
+    temperatures: list[float | None] = [*temperature] if temperature else [None]
+    if len(temperatures) not in (1, len(texts)):
+        raise typer.BadParameter(
+            f"{len(temperatures)} were given for {len(texts)} prompts; give one, or one per prompt",
+            param_hint="--temperature",
+        )
+    temperatures *= 1 if len(temperatures) == len(texts) else len(texts)
+    options = ModelOptions(model, dtype, device, int8, threads, trust_remote_code, debug)
+    with report_errors(debug):
+        exit_code = Run(
+            options,
+            list(zip(texts, temperatures, strict=True)),
+            system=system,
+            raw=raw,
+            top_p=top_p,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+        ).run()
+    raise typer.Exit(exit_code)
+
+
+@app.command()
+def info(
+    model: Model = DEFAULT_MODEL,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    int8: Int8 = False,
+    threads: Threads = None,
+    trust_remote_code: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Load a model and show what was chosen for it, and why."""
+    from aiocb.cli.info import show_info
+
+    with report_errors(debug):
+        show_info(ModelOptions(model, dtype, device, int8, threads, trust_remote_code, debug))
+
+
+# A command group of its own (`aiocb.bench.cli:app`), imported only when it is asked for: this stands in for
+# `app.add_typer`, which would have to import it to list its commands.
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def bench(context: typer.Context) -> None:
+    """Measure: overhead, kernels, throughput (see `aiocb bench --help`)."""
+    group: typer.Typer = importlib.import_module("aiocb.bench.cli").app
+    group(args=list(context.args), prog_name="aiocb bench")
+
+
+def _lines() -> list[str]:
+    if sys.stdin is None or sys.stdin.isatty():
+        return []
+    return [line for line in sys.stdin.read().splitlines() if line.strip()]

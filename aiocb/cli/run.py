@@ -1,0 +1,161 @@
+"""`aiocb run`: several prompts at once, each in a live column."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiocb.cli.terminal import INTERRUPTED, ModelOptions, on_interrupt, open_engine, sampling_arguments
+from aiocb.errors import AiocbError
+
+if TYPE_CHECKING:
+    from aiocb.engine.engine import Engine
+    from aiocb.engine.stream import Stream
+
+__all__ = ["Column", "Run", "summarize"]
+
+_REFRESH_S = 1 / 12
+
+
+@dataclass(slots=True, eq=False)
+class Column:
+    """One prompt and what has become of it."""
+
+    number: int
+    prompt: str
+    temperature: float | None
+    stream: Stream | None = None
+    text: str = ""
+    num_tokens: int = 0
+    first_s: float | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def title(self) -> str:
+        """Number, temperature and prompt."""
+        temperature = "" if self.temperature is None else f" (temperature {self.temperature:g})"
+        return f"[{self.number}]{temperature} {self.prompt}"
+
+
+class Run:
+    """Streams all prompts at once and shows them.
+
+    Args:
+        options: the model.
+        prompts: texts with their temperatures (None: the model's own).
+        system: a system message for all.
+        raw: continue the prompts as text.
+        sampling: keywords of `Engine.stream`; None is unset.
+    """
+
+    def __init__(
+        self,
+        options: ModelOptions,
+        prompts: list[tuple[str, float | None]],
+        *,
+        system: str | None,
+        raw: bool,
+        **sampling: Any,
+    ) -> None:
+        self._options = options
+        self._columns = [Column(number, *prompt) for number, prompt in enumerate(prompts, 1)]
+        self._system = system
+        self._raw = raw
+        self._sampling = sampling
+        self._num_interrupts = 0
+
+    def run(self) -> int:
+        """Run all prompts; return the exit code: 1 when any has failed, 130 after Ctrl-C."""
+        with open_engine(self._options) as (runner, engine):
+            if getattr(engine.tokenizer, "chat_template", None) is None:
+                self._raw = True
+            started = time.perf_counter()
+            runner.run(self._stream_all(engine))
+            seconds = time.perf_counter() - started
+        print(summarize(self._columns, seconds))
+        if self._num_interrupts:
+            return INTERRUPTED
+        return int(any(column.error is not None for column in self._columns))
+
+    async def _stream_all(self, engine: Engine) -> None:
+        show = _show_live if sys.stdout.isatty() else _show_plain
+        with on_interrupt(self._interrupt):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(show(self._columns))
+                for column in self._columns:
+                    group.create_task(self._read(engine, column))
+
+    def _interrupt(self) -> None:
+        """First Ctrl-C: end all with the next step and show what is there. Second: do not even wait for that."""
+        self._num_interrupts += 1
+        for column in self._columns:
+            if column.stream is not None:
+                column.stream.finish() if self._num_interrupts == 1 else column.stream.close()
+
+    async def _read(self, engine: Engine, column: Column) -> None:
+        prompt: Any = column.prompt
+        if not self._raw:
+            system = [{"role": "system", "content": self._system}] if self._system else []
+            prompt = [*system, {"role": "user", "content": prompt}]
+        arguments = sampling_arguments(temperature=column.temperature, **self._sampling)
+        started = time.perf_counter()
+        try:
+            async with engine.stream(prompt, **arguments) as stream:
+                column.stream = stream
+                if self._num_interrupts:
+                    stream.finish()
+                async for chunk in stream:
+                    if chunk.token_ids and column.first_s is None:
+                        column.first_s = time.perf_counter() - started
+                    column.num_tokens += len(chunk.token_ids)
+                    column.text += chunk.text
+                    column.finish_reason = chunk.finish_reason
+        except AiocbError as error:
+            column.error = str(error)
+        finally:
+            if column.error is None and column.finish_reason is None:
+                column.finish_reason = "cancelled"
+            column.done.set()
+
+
+async def _show_live(columns: list[Column]) -> None:
+    from aiocb.cli.columns import Columns
+
+    view = Columns(columns)
+    with view.live() as live:
+        # A clock of its own: drawing the screen for every token would cost more than the tokens.
+        while not all(column.done.is_set() for column in columns):
+            live.update(view.render(), refresh=True)
+            await asyncio.sleep(_REFRESH_S)
+    view.print_all()
+
+
+async def _show_plain(columns: list[Column]) -> None:
+    """Print each answer as soon as it and those before it are complete."""
+    for column in columns:
+        await column.done.wait()
+        ending = f"error: {column.error}" if column.error is not None else ""
+        print(column.title, *filter(None, (column.text.strip("\n"), ending)), "", sep="\n", flush=True)
+
+
+def summarize(columns: list[Column], seconds: float) -> str:
+    """One line: prompts, tokens, tokens per second, time to the first token."""
+    num_tokens = sum(column.num_tokens for column in columns)
+    first = [column.first_s for column in columns if column.first_s is not None]
+    parts = [
+        f"{len(columns)} prompt{'s' if len(columns) > 1 else ''}, {num_tokens} tokens in {seconds:.2f} s",
+        f"{num_tokens / seconds if seconds > 0 else 0.0:.0f} tok/s",
+    ]
+    if first:
+        which = f" (median; slowest {max(first):.2f} s)" if len(first) > 1 else ""
+        parts.append(f"first token after {statistics.median(first):.2f} s{which}")
+    failed = sum(column.error is not None for column in columns)
+    if failed:
+        parts.append(f"{failed} failed")
+    return " | ".join(parts)
