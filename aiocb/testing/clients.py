@@ -1,0 +1,279 @@
+"""The other side of the simulator: `Sink`, an event loop without a loop, and `Client`, a reader that knows its output.
+
+Everything a real stream does on the loop is done by the real code (`Lane.push`, `Stream._take`, `Stream.close`); only
+the wake-ups are left out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiocb.engine.admission import Plan, StreamSpec
+from aiocb.engine.core import Command, _lane_seed
+from aiocb.engine.pieces import Detokenizer
+from aiocb.engine.slot import Delivery, Lane, Slot
+from aiocb.engine.stream import Stream
+from aiocb.errors import EngineDead, RequestFailed, RequestTimeout
+from aiocb.outputs import Chunk, FinishReason
+
+if TYPE_CHECKING:
+    from aiocb.engine.output import Submission
+    from aiocb.testing.oracle import KVOracle
+
+__all__ = ["Client", "Expected", "Letters", "PlannedFault", "Sink", "letters"]
+
+
+class PlannedFault(Exception):  # noqa: N818
+    """Raised by the simulator on purpose."""
+
+
+def letters(tokens: Sequence[int]) -> str:
+    """The text of tokens: one letter each, of a small alphabet, so that stop strings occur."""
+    return "".join(chr(ord("a") + token % 7) for token in tokens)
+
+
+class Letters(Detokenizer):
+    """A detokenizer that may raise after some tokens.
+
+    Args:
+        fail_after: raise once so many tokens have been pushed; None never.
+    """
+
+    __slots__ = ("_left",)
+
+    def __init__(self, fail_after: int | None = None) -> None:
+        self._left = fail_after
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """One letter per token."""
+        if self._left is not None:
+            self._left -= len(token_ids)
+            if self._left < 0:
+                raise PlannedFault("the detokenizer raises")
+        return letters(token_ids)
+
+
+class Sink:
+    """A `Bridge` into a list. Batches wait until `deliver`, as they would in a busy event loop.
+
+    Attributes:
+        is_closed: the loop is gone: `post` fails.
+        waiting: clients in line for room in the bounded queue.
+    """
+
+    def __init__(self) -> None:
+        self.outbox: list[Delivery] = []
+        self.num_submitted = 0
+        self.num_posts = 0
+        self.is_closed = False
+        self.waiting: deque[Client] = deque()
+        self.open: set[Lane] = set()
+        self._batches: deque[list[Delivery]] = deque()
+
+    @property
+    def is_waiting_for_room(self) -> bool:
+        """See `Bridge`."""
+        return bool(self.waiting)
+
+    def post(self, batch: list[Delivery]) -> bool:
+        """See `Bridge`."""
+        if self.is_closed:
+            return False
+        self.num_posts += 1
+        self._batches.append(batch)
+        return True
+
+    def lane_ended(self, lane: Lane) -> None:
+        """See `Bridge`."""
+        self.open.discard(lane)
+
+    def wake(self, slot: Slot) -> None:
+        """See `Bridge`: nobody is parked here."""
+
+    def deliver(self) -> bool:
+        """Push everything that was posted; True when there was anything (also an empty batch).
+
+        Raises:
+            AssertionError: something was delivered to a lane after its end.
+        """
+        if not self._batches:
+            return False
+        while self._batches:
+            for lane, token_ids, text, logprobs, end in self._batches.popleft():
+                assert lane.end is None, f"{lane.slot.request_id} sample {lane.index}: a delivery after the end"
+                lane.push(token_ids, text, logprobs, end)
+        return True
+
+    def close(self) -> None:
+        """The loop is closed: what is on its way is lost."""
+        self.is_closed = True
+        self._batches.clear()
+
+
+class _Inbox:
+    """What a `Stream` needs of its session."""
+
+    def __init__(self, put: Callable[[Command], None]) -> None:
+        self.put = put
+
+
+class Expected(NamedTuple):
+    """What a lane yields when nothing intervenes."""
+
+    tokens: list[int]
+    text: str
+    reason: FinishReason
+    stop_reason: str | int | None
+
+
+class Client:
+    """One stream and what has come out of it.
+
+    Attributes:
+        was_left: it was closed or dropped: nothing is read any more.
+        may_end_early: it was told to finish, or is cancelled when its reader is behind.
+        may_fail: a fault was planned for it.
+        has_text: its tokens are turned into text.
+        laziness: chance that it does not read in a step.
+    """
+
+    def __init__(self, spec: StreamSpec, plan: Plan, sink: Sink, laziness: float) -> None:
+        self.spec = spec
+        self.plan = plan
+        self.sink = sink
+        self.laziness = laziness
+        self.submission: Submission | None = None
+        self.stream: Stream | None = None
+        self.slot: Slot | None = None
+        self.lanes: tuple[Lane, ...] = ()
+        self.tokens: list[list[int]] = []
+        self.texts: list[str] = []
+        self.last: list[Chunk | None] = []
+        self.error: Exception | None = None
+        self.was_left = False
+        self.may_end_early = spec.on_unread == "cancel" and spec.max_unread_tokens is not None
+        self.may_fail = False
+        self.has_text = True
+
+    @property
+    def name(self) -> str:
+        """The request's label."""
+        return self.spec.request_id
+
+    def open(self, submission: Submission, put: Callable[[Command], None]) -> None:
+        """Become a stream that has been submitted."""
+        self.submission = submission
+        self.slot, self.lanes = submission.slot, submission.lanes
+        self.stream = Stream(None, self.spec)  # type: ignore[arg-type]
+        session: Any = _Inbox(put)
+        self.stream._session, self.stream._slot, self.stream._lanes = session, self.slot, self.lanes
+        self.stream._state = "open"
+        self.tokens = [[] for _ in self.lanes]
+        self.texts = ["" for _ in self.lanes]
+        self.last = [None for _ in self.lanes]
+
+    @property
+    def is_over(self) -> bool:
+        """True when nothing more will come out of it."""
+        return self.was_left or self.error is not None or all(chunk is not None for chunk in self.last)
+
+    def leave(self, chance: random.Random) -> None:
+        """Close the stream, or just drop it."""
+        self.was_left = True
+        if self.stream is not None and chance.random() < 0.5:
+            self.stream.close()
+        self.stream = None  # freed here: `__del__` aborts
+
+    def read(self) -> int:
+        """Take everything that has arrived; return how many tokens that were."""
+        stream, slot = self.stream, self.slot
+        count = 0
+        if stream is None or slot is None:
+            return 0
+        while slot.ready and not slot.is_closed:
+            try:
+                chunk = stream._take(slot)
+            except Exception as error:
+                self.error = error.with_traceback(None)  # its frames would keep the stream alive
+                return count
+            if chunk is None:
+                continue
+            assert self.last[chunk.index] is None, f"{self.name}: a chunk after the last one"
+            self.tokens[chunk.index] += chunk.token_ids
+            self.texts[chunk.index] += chunk.text
+            count += len(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                self.last[chunk.index] = chunk
+        return count
+
+    def check(self, oracle: KVOracle, now: float) -> None:
+        """Compare what was read with what a solo run gives.
+
+        Raises:
+            AssertionError: tokens, text, finish reason or error are not what they have to be.
+        """
+        submission = self.submission
+        if submission is None:
+            return
+        for lane in self.lanes:
+            expected = expect(oracle, submission, lane.index)
+            tokens, text, last = self.tokens[lane.index], self.texts[lane.index], self.last[lane.index]
+            if not self.has_text:
+                assert not text
+                text = letters(tokens)
+            what = f"{self.name} sample {lane.index}"
+            assert tokens == expected.tokens[: len(tokens)], f"{what}: {tokens} is no prefix of {expected.tokens}"
+            assert letters(tokens).startswith(text), f"{what}: the text {text!r} does not belong to {tokens}"
+            if last is None:
+                continue
+            usage = last.usage
+            assert usage is not None and usage.num_output_tokens == len(tokens), f"{what}: {usage} for {tokens}"
+            if last.finish_reason == "cancelled":
+                assert self.may_end_early, f"{what}: cancelled by nobody"
+                assert text == letters(tokens), f"{what}: text was kept back at the end"
+            else:
+                found = Expected(tokens, text, last.finish_reason or "error", last.stop_reason)
+                assert found == expected, f"{what}: {found} instead of {expected}"
+        error = self.error
+        if error is None:
+            return
+        if isinstance(error, RequestTimeout):
+            bounds = [bound for bound in (submission.deadline, submission.queue_deadline) if bound is not None]
+            assert bounds and min(bounds) <= now, f"{self.name}: {error!r} too early"
+            if len(self.lanes) == 1 and error.stage == "queue":
+                assert not any(self.tokens), f"{self.name}: {error!r}, yet it has run"
+        elif isinstance(error, RequestFailed):
+            assert self.may_fail, f"{self.name}: {error!r} was not planned"
+        else:
+            assert isinstance(error, EngineDead), f"{self.name}: {error!r}"
+            assert isinstance(error.__cause__, PlannedFault), f"{self.name}: {error.__cause__!r}"
+
+
+def expect(oracle: KVOracle, submission: Submission, index: int) -> Expected:
+    """The output of one sample when it runs alone and to its end."""
+    sampling = submission.sampling
+    prompt = submission.prompt_token_ids
+    seed = _lane_seed(sampling.seed or 0, index)
+    tokens = oracle.expected_output(prompt, sampling, max_tokens=len(prompt) + submission.max_output_tokens, seed=seed)
+    if submission.drop_output:
+        return Expected([], "", "length", None)
+    minimum = sampling.min_new_tokens or 0
+    text = ""
+    for count, letter in enumerate(letters(tokens), 1):
+        text += letter
+        seen = text[max(minimum - 1, 0) :]
+        matching = [stop for stop in sampling.stop or () if seen.endswith(stop)]
+        if matching:
+            stop = max(matching, key=len)
+            shown = text if sampling.include_stop_str_in_output else text[: -len(stop)]
+            return Expected(tokens[:count], shown, "stop", stop)
+    eos = sampling.eos_token_id or ()
+    eos_ids = (eos,) if isinstance(eos, int) else eos
+    if tokens[-1] in eos_ids:
+        return Expected(tokens, text, "stop", None)
+    if tokens[-1] in (sampling.stop_token_ids or ()):
+        return Expected(tokens, text, "stop", tokens[-1])
+    return Expected(tokens, text, "length", None)

@@ -1,0 +1,125 @@
+"""Random histories of the whole core, and proof that they would notice a mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiocb.engine.core import EngineCore
+from aiocb.scheduler.scheduler import Scheduler
+from aiocb.testing.simulator import LAYOUTS, Simulation, SimulationError, main
+from aiocb.testing.workload import Layout
+
+EVENTS = (
+    "EngineDead",
+    "RequestFailed",
+    "RequestTimeout",
+    "ended: cancelled",
+    "ended: length",
+    "ended: stop",
+    "engine death",
+    "queue full",
+    "refused",
+    "waited for room",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_short_histories_hold(layout: Layout) -> None:
+    Simulation(1, layout=layout).run(850)
+
+
+def test_equal_seeds_give_equal_histories() -> None:
+    first, second = Simulation(11).run(300), Simulation(11).run(300)
+    assert first.digest == second.digest
+    assert first.events == second.events
+    assert Simulation(12).run(300).digest != first.digest
+
+
+def test_without_faults_nothing_fails() -> None:
+    report = Simulation(5, faults=False).run(400)
+    assert report.events["EngineDead"] == report.events["RequestFailed"] == 0
+    assert report.events["ended: length"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_hundred_thousand_steps_hold() -> None:
+    seen = set()
+    num_steps = 0
+    for seed, layout in enumerate(layout for layout in LAYOUTS for _ in range(3)):
+        report = Simulation(100 + seed, layout=layout).run(5556)
+        num_steps += report.num_steps
+        seen.update(report.events)
+    assert num_steps >= 100_000
+    assert seen == set(EVENTS), "some kind of event has not occurred"
+
+
+def test_the_command_replays_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--seed", "3", "--steps", "200", "--layout", "tiny"])
+    first = capsys.readouterr().out
+    assert first.startswith("seed 3 (tiny): ")
+    main(["--seed", "3", "--steps", "200", "--layout", "tiny"])
+    digest = first.split("digest ")[1].split()[0]
+    assert f"digest {digest}" in capsys.readouterr().out
+
+
+class TestMistakesAreNoticed:
+    """Each of these breaks one promise in the core; a simulator that stays silent would prove nothing."""
+
+    @staticmethod
+    def fails(match: str) -> None:
+        for seed in range(12):
+            try:
+                Simulation(seed, layout=LAYOUTS[seed % len(LAYOUTS)]).run(400)
+            except SimulationError as error:
+                assert match in str(error), error
+                assert f"seed {seed}" in str(error)
+                return
+        pytest.fail("the simulator has not noticed")
+
+    def test_a_pause_without_an_end(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(EngineCore, "resume", lambda self, slot: None)
+        self.fails("do not end")
+
+    def test_an_abort_that_is_lost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(EngineCore, "abort", lambda self, slot: None)
+        self.fails("")
+
+    def test_an_end_that_is_delivered_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        emit = EngineCore._end
+
+        def end(self: EngineCore, request: Any, finished: Any, now: float, *rest: Any, **options: Any) -> None:
+            emit(self, request, finished, now, *rest, **options)
+            if finished is not None and request.id % 16 == 5:
+                self._post(request.payload.slot, request.payload.take(request.payload.lane.end))
+                self._post(request.payload.slot, request.payload.take(None))
+
+        monkeypatch.setattr(EngineCore, "_end", end)
+        self.fails("a delivery after the end")
+
+    def test_a_token_that_is_swallowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        update = Scheduler.update
+
+        def forget(self: Scheduler, *arguments: Any, **options: Any) -> list[Any]:
+            updates = update(self, *arguments, **options)
+            return updates if self.num_generated_tokens % 50 else [each for each in updates if each.finished]
+
+        monkeypatch.setattr(Scheduler, "update", forget)
+        self.fails("")
+
+    def test_room_that_nobody_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(EngineCore, "_tell_room_watchers", lambda self: None)
+        self.fails("do not end")
+
+    def test_blocks_that_do_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        finish = Scheduler.finish
+
+        def leak(self: Scheduler, request: Any, reason: Any, **options: Any) -> Any:
+            if request.tables and request.id % 8 == 1:
+                self.cache.pools[0].retain(request.tables[0][-1])
+            return finish(self, request, reason, **options)
+
+        monkeypatch.setattr(Scheduler, "finish", leak)
+        self.fails("disagree")
