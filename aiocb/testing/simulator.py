@@ -209,7 +209,6 @@ class Simulation:
         assert not any(pool.num_used for pool in scheduler.cache.pools), f"blocks are left: {scheduler!r}"
         assert self.oracle.num_tracked <= len(scheduler._released), "the runner keeps state of requests that ended"
         assert sum(core.recorder.finished.values()) == core._num_received, "ends and requests do not balance"
-        assert core.next_deadline is None or core.next_deadline <= self.now or len(scheduler._deadlines) < 200
 
     def _turn(self) -> None:
         self.num_steps += 1
@@ -236,8 +235,9 @@ class Simulation:
 
     def _check_queue(self) -> None:
         if self.max_queue_size:
-            fresh = [request for request in self.scheduler._queue if request.status is RequestStatus.WAITING]
-            assert len(fresh) <= self.max_queue_size, f"{len(fresh)} wait in a queue of {self.max_queue_size}"
+            requests = (request for requests in self.core._requests.values() for request in requests)
+            fresh = sum(request.status is RequestStatus.WAITING for request in requests)
+            assert fresh <= self.max_queue_size, f"{fresh} wait in a queue of {self.max_queue_size}"
 
     def _read(self) -> None:
         chance = self.chance

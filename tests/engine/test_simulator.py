@@ -46,7 +46,7 @@ def test_without_faults_nothing_fails() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_hundred_thousand_steps_hold() -> None:
-    seen = set()
+    seen: set[str] = set()
     num_steps = 0
     for seed, layout in enumerate(layout for layout in LAYOUTS for _ in range(3)):
         report = Simulation(100 + seed, layout=layout).run(5556)
