@@ -30,16 +30,14 @@ def native(library: Library, level: str, dtype: str, *, num_threads: int = 2, **
     return NativeModel(library, ModelConfig(**values), num_threads=num_threads, level=level)
 
 
-class Sequence_:
+class Rows:
     """One sequence of a hand-made step: its block table, where it starts, how many tokens are new."""
 
     def __init__(self, table: Sequence[int], start: int, count: int) -> None:
         self.table, self.start, self.count = table, start, count
 
 
-def step_arguments(
-    sequences: Sequence[Sequence_], keep: list[Any], *, ids: Sequence[int] | None = None
-) -> StepArguments:
+def step_arguments(sequences: Sequence[Rows], keep: list[Any], *, ids: Sequence[int] | None = None) -> StepArguments:
     total = sum(s.count for s in sequences)
     arrays = [
         array("i", ids if ids is not None else [0] * total),
@@ -58,7 +56,9 @@ def step_arguments(
 
 
 def greedy() -> SamplingParams:
-    return SamplingParams(temperature=0.0).resolve(ModelDefaults(vocab_size=1 << 20, eos_token_ids=()))
+    return SamplingParams(temperature=0.0).resolve(
+        ModelDefaults(vocab_size=1 << 20, max_model_len=1 << 20, eos_token_ids=())
+    )
 
 
 class Request:

@@ -11,7 +11,7 @@ import torch
 
 from aiocb.kernels import Library
 from aiocb.kernels.library import ACTIVATIONS, FORMATS
-from tests.kernels.helpers import DTYPES, Sequence_, native, step_arguments
+from tests.kernels.helpers import DTYPES, Rows, native, step_arguments
 
 
 def _addresses(weight: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -164,7 +164,7 @@ def test_attention(library: Library, level: str, dtype: str, case: dict[str, Any
     ]
     for step in plan:
         keep: list[Any] = []
-        arguments = step_arguments([Sequence_(tables[s], start, count) for s, start, count in step], keep)
+        arguments = step_arguments([Rows(tables[s], start, count) for s, start, count in step], keep)
         qkv = torch.cat([inputs[s][start : start + count] for s, start, count in step])
         out = torch.full((len(qkv), heads * dim), math.nan)
         model._check(library.calls.aiocb_attention(model.handle, arguments, 0, qkv.data_ptr(), out.data_ptr()))

@@ -17,10 +17,10 @@ enum Stage { kRows = 0, kQkv, kPlace, kAttend, kOut, kGateUp, kDown, kHead, kNum
 
 class Clock {
  public:
-  Clock(double* profile, int thread) : profile_(thread == 0 ? profile : nullptr), last_(profile_ ? pool_now() : 0) {}
+  Clock(double* profile, int thread) : profile_(thread == 0 ? profile : nullptr), last_(profile_ ? pool_thread_seconds() : 0) {}
   AIOCB_INLINE void lap(Stage stage) {
     if (!profile_) return;
-    const double now = pool_now();
+    const double now = pool_thread_seconds();
     profile_[stage] += now - last_;
     last_ = now;
   }
@@ -116,12 +116,21 @@ struct Step {
 
   void place(const Layer& layer) const {
     const int width = layer.qkv.columns;
+    const int32_t* table = args.tables[layer.group];
+    const int32_t* offsets = args.table_offsets[layer.group];
     int sequence = 0, first = 0;
-    for (int row = rows.begin; row < rows.end; ++row) {
+    auto block_of = [&](int row) {
       while (row >= first + args.lengths[sequence]) first += args.lengths[sequence++];
-      const int position = buffers.row_positions[row];
-      const int block = args.tables[layer.group][args.table_offsets[layer.group][sequence] + position / kPageSize];
-      place_token<F>(model, layer, row, args.num_tokens, position, block, buffers.qkv + int64_t(row) * width);
+      return table[offsets[sequence] + buffers.row_positions[row] / kPageSize];
+    };
+    if (rows.begin >= rows.end) return;
+    int block = block_of(rows.begin);
+    for (int row = rows.begin; row < rows.end; ++row) {
+      const int next = row + 1 < rows.end ? block_of(row + 1) : block;
+      if (next != block) prefetch_place<F>(model, layer, buffers.row_positions[row + 1], next);
+      place_token<F>(model, layer, row, args.num_tokens, buffers.row_positions[row], block,
+                     buffers.qkv + int64_t(row) * width);
+      block = next;
     }
   }
 

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include <time.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -20,8 +22,9 @@ namespace {
 
 // Long enough to bridge Python between two steps, short enough not to take the event loop's core (measured: 2 ms does).
 constexpr double kSpinSeconds = 50e-6;
-// In a region a waiter spins; past this many rounds it gives its core away, in case the late thread needs it.
-constexpr int kSpinsBeforeYield = 20000;
+// In a region a waiter spins, because stages are microseconds apart. Past this it sleeps: the late thread was put off its
+// core by another one (the event loop's, say), and only an idle core makes the system move it there.
+constexpr double kBarrierSpinSeconds = 60e-6;
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -71,6 +74,9 @@ struct alignas(64) Pool {
   alignas(64) std::atomic<uint32_t> epoch{0};
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<uint32_t> generation{0};
+  std::atomic<int> sleepers{0};
+  std::mutex barrier_mutex;
+  std::condition_variable barrier_wake;
   std::unique_ptr<std::atomic<int>[]> counters;
   int capacity = 0;
 
@@ -147,13 +153,29 @@ void pool_barrier(Pool* pool) {
   const uint32_t generation = pool->generation.load(std::memory_order_acquire);
   if (pool->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == pool->num_threads) {
     pool->arrived.store(0, std::memory_order_relaxed);
-    pool->generation.store(generation + 1, std::memory_order_release);
+    // Sequentially consistent with the sleeper's increment: either we see it, or it sees the new generation.
+    pool->generation.store(generation + 1, std::memory_order_seq_cst);
+    if (pool->sleepers.load(std::memory_order_seq_cst) > 0) {
+      std::lock_guard<std::mutex> lock(pool->barrier_mutex);
+      pool->barrier_wake.notify_all();
+    }
     return;
   }
-  for (int round = 0; pool->generation.load(std::memory_order_acquire) == generation; ++round) {
+  auto is_passed = [&] { return pool->generation.load(std::memory_order_seq_cst) != generation; };
+  double deadline = 0.0;
+  for (int round = 1;; ++round) {
+    if (pool->generation.load(std::memory_order_acquire) != generation) return;
     relax();
-    if (round > kSpinsBeforeYield) std::this_thread::yield();
+    if (round % 256 == 0) {
+      const double now = pool_now();
+      if (deadline == 0.0) deadline = now + kBarrierSpinSeconds;
+      else if (now > deadline) break;
+    }
   }
+  std::unique_lock<std::mutex> lock(pool->barrier_mutex);
+  pool->sleepers.fetch_add(1, std::memory_order_seq_cst);
+  pool->barrier_wake.wait(lock, is_passed);
+  pool->sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void pool_reset_counters(Pool* pool, int count) {
@@ -166,6 +188,16 @@ void pool_reset_counters(Pool* pool, int count) {
 
 int pool_next(Pool* pool, int counter) {
   return pool->counters[size_t(counter)].fetch_add(1, std::memory_order_relaxed);
+}
+
+double pool_thread_seconds() {
+#if defined(CLOCK_THREAD_CPUTIME_ID)
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
+#else
+  return pool_now();
+#endif
 }
 
 double pool_now() {

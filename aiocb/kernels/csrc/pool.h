@@ -17,5 +17,6 @@ void pool_barrier(Pool* pool);
 void pool_reset_counters(Pool* pool, int count);           // call between regions
 int pool_next(Pool* pool, int counter);                    // 0, 1, 2, ... over all threads
 double pool_now();
+double pool_thread_seconds();                              // processor time of the calling thread
 
 }  // namespace aiocb

@@ -88,6 +88,20 @@ AIOCB_INLINE void rotate_head(const Config& c, const float* cosine, const float*
   }
 }
 
+// The 4-byte columns of a K page are as many cache lines: ask for those of the next token while this one is computed.
+template <class F>
+AIOCB_INLINE void prefetch_place(const Model& model, const Layer& layer, int position, int block) {
+  const Config& c = model.config;
+  const Group& cache = model.groups[layer.group];
+  const int64_t page_bytes = int64_t(kPageSize) * c.head_dim * sizeof(typename F::Element);
+  const char* pages = cache.pool + (int64_t(layer.group_layer) * cache.num_blocks + block) * c.num_kv_heads * 2 * page_bytes;
+  const int64_t value = int64_t(position % kPageSize / F::kStep) * c.head_dim * 4;
+  for (int h = 0; h < c.num_kv_heads; ++h, pages += 2 * page_bytes) {
+    for (int d = 0; d < c.head_dim / F::kStep; ++d) __builtin_prefetch(pages + d * 64, 1, 2);
+    for (int d = 0; d < c.head_dim; d += 16) __builtin_prefetch(pages + page_bytes + value + d * 4, 1, 2);
+  }
+}
+
 // One token of one layer: norm and rotate q and k, put q where attention reads it ([K][T][G][D]), k and v in the cache.
 template <class F>
 AIOCB_INLINE void place_token(const Model& model, const Layer& layer, int token, int num_tokens, int position,

@@ -1,0 +1,111 @@
+"""A wrong plan is refused and nothing crashes; NaN ends one request only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aiocb.errors import RequestFailed
+from aiocb.kernels import KernelError, Library
+from aiocb.step import StepEntry, StepPlan, StepResult
+from tests.kernels.helpers import MiniScheduler, Request, native
+from tests.kernels.test_families import make, runner_of
+
+
+def _plan(entry: StepEntry) -> StepPlan:
+    return StepPlan((entry,), entry.num_new_tokens)
+
+
+def test_wrong_plans(library: Library) -> None:
+    runner = runner_of(make("mistral"), library=library)  # window 24
+    scheduler = MiniScheduler(runner)
+    good = scheduler.entry(Request(0, list(range(3, 43)), 1), 40)
+    assert good.block_tables[0] != []
+    table = list(good.block_tables[0])
+    wrong = {
+        "id 131": good._replace(tokens=[131] * 40),
+        "id -1": good._replace(tokens=[-1] * 40),
+        "needs 3 blocks": good._replace(block_tables=(table[:2],)),
+        "is 64, outside": good._replace(block_tables=([*table[:2], 64],)),
+        "is -5, outside": good._replace(block_tables=([*table[:2], -5],)),
+        "is 0, outside": good._replace(block_tables=([*table[:2], 0],)),
+        "empty step": good._replace(num_new_tokens=0, num_logits=0),
+        "start -1": good._replace(num_computed_tokens=-1, num_new_tokens=1),
+        "output 0 is row -1": good._replace(num_new_tokens=1, num_logits=2, is_sampled=False),
+    }
+    runner._sampler = lambda *_: StepResult(())
+    for message, entry in wrong.items():
+        with pytest.raises(KernelError, match=message):
+            runner.execute(_plan(entry))
+    # A block that fell out of the window may be null; the first one inside may not.
+    late = good._replace(tokens=list(range(3, 83)), num_computed_tokens=79, num_new_tokens=1)
+    runner.execute(_plan(late._replace(block_tables=([0, 0, 0, *table[:2]],))))
+    with pytest.raises(KernelError, match="block 3"):
+        runner.execute(_plan(late._replace(block_tables=([0, 0, 0, 0, table[0]],))))
+    runner.execute(_plan(good))
+    runner.close()
+    runner.close()
+    with pytest.raises(KernelError, match="closed"):
+        runner.execute(_plan(good))
+
+
+def test_unsupported_shapes(library: Library) -> None:
+    for fields in ({"head_dim": 24}, {"head_dim": 272}, {"num_heads": 5}, {"rotary_dim": 33}):
+        with pytest.raises(KernelError):
+            native(library, library.levels()[0], "float32", **fields)
+    with pytest.raises(KernelError):
+        native(library, "no-such-level", "float32")
+    model = native(library, library.levels()[0], "float32")
+    model.set_group(0, 4, 1)
+    for call in (
+        lambda: model.copy_block(0, 4, 1),
+        lambda: model.copy_block(1, 0, 1),
+        lambda: model.set_layer(1, window=0, rope=-1, group=0, group_layer=0, scale=1.0),
+        lambda: model.set_layer(0, window=0, rope=0, group=0, group_layer=0, scale=1.0),
+    ):
+        with pytest.raises(KernelError):
+            call()
+    model.close()
+
+
+def test_nan_logits_end_one_request(library: Library) -> None:
+    model = make("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    runner = runner_of(model, library=library, probe=False)
+    scheduler = MiniScheduler(runner)
+    entries = tuple(
+        scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate([[5, 6], [5, 7], [9]])
+    )
+    result = runner.execute(StepPlan(entries, 5))
+    assert result.token_ids[1] is None
+    assert result.token_ids[0] is not None
+    assert result.token_ids[2] is not None
+    assert result.errors is not None
+    assert list(result.errors) == [1]
+    assert isinstance(result.errors[1], RequestFailed)
+    runner.close()
+
+
+def test_sampled_plans_get_all_logits(library: Library) -> None:
+    """A plan that is not plain greedy goes to the sampler with one row per asked position, in order."""
+    model = make("llama")
+    seen: list[torch.Tensor] = []
+
+    def sampler(logits: torch.Tensor, plan: StepPlan) -> StepResult:
+        seen.append(logits.clone())
+        return StepResult([1] * len(plan.entries))
+
+    runner = runner_of(model, library=library)
+    runner._sampler = sampler
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    scheduler = MiniScheduler(runner)
+    entries = [scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate(prompts)]
+    entries[0] = entries[0]._replace(num_logits=3)
+    assert list(runner.execute(StepPlan(tuple(entries), 6)).token_ids) == [1, 1]
+    with torch.no_grad():
+        expected = torch.cat(
+            [model(torch.tensor([prompts[0]])).logits[0, 1:], model(torch.tensor([prompts[1]])).logits[0, 1:]]
+        )
+    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-4)
+    runner.close()
