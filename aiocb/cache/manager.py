@@ -72,9 +72,16 @@ class CacheManager:
             for pool, window in zip(self.pools, self._windows, strict=True)
         )
 
-    def has_margin(self, share: float) -> bool:
-        """True when at least this share of every pool is free; blocks that are only cached count as free."""
-        return all(pool.num_free >= share * pool.num_usable for pool in self.pools)
+    def has_margin(self, share: float, gains: Sequence[int] | None = None) -> bool:
+        """True when at least this share of every pool is free; blocks that are only cached count as free.
+
+        Args:
+            share: 0 to 1.
+            gains: per group, blocks to count as free on top.
+        """
+        if gains is None:
+            return all(pool.num_free >= share * pool.num_usable for pool in self.pools)
+        return all(pool.num_free + gain >= share * pool.num_usable for pool, gain in zip(self.pools, gains))
 
     def num_free(self) -> tuple[int, ...]:
         """Free blocks per group."""
@@ -189,17 +196,21 @@ class CacheManager:
         # KV of older weights must not be found by requests that run with the new ones.
         if not self.sharing or sequence.cache_version != self.version:
             return
-        self.extend_digests(sequence, num_full)
+        digests, page_size, indices = sequence.digests, self.page_size, self.indices
+        if len(digests) < start:
+            self.extend_digests(sequence, start)
         for i in range(start, num_full):
-            page = sequence.tokens[i * self.page_size : (i + 1) * self.page_size]
-            for index, table in zip(self.indices, sequence.tables, strict=True):
+            payload = block_payload(sequence.tokens[i * page_size : (i + 1) * page_size])
+            if i == len(digests):
+                digests.append(chain_digest(digests[-1] if digests else self._root(sequence), payload))
+            for index, table in zip(indices, sequence.tables):
                 if table[i] != NULL_BLOCK:
-                    index.publish(table[i], sequence.digests[i], page)
+                    index.publish(table[i], digests[i], payload)
 
     def extend_digests(self, sequence: CachedSequence, num_blocks: int) -> None:
         """Compute the digests of a request's first `num_blocks` full blocks, as far as they are not there yet."""
         digests, tokens, page_size = sequence.digests, sequence.tokens, self.page_size
-        parent = digests[-1] if digests else root_digest(sequence.cache_salt, sequence.cache_version)
+        parent = digests[-1] if digests else self._root(sequence)
         for i in range(len(digests), num_blocks):
             parent = chain_digest(parent, block_payload(tokens[i * page_size : (i + 1) * page_size]))
             digests.append(parent)
@@ -325,6 +336,9 @@ class CacheManager:
                     assert index.peek(check.digests[i]) == block
 
     # Internals
+
+    def _root(self, sequence: CachedSequence) -> bytes:
+        return root_digest(sequence.cache_salt, sequence.cache_version)
 
     def _is_current(self, sequence: CachedSequence) -> bool:
         # A request that holds nothing moves to the present weights; one that holds KV belongs to its old ones.

@@ -9,9 +9,9 @@ hit is verified against the block's own tokens on top of that.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import pack
 
 from aiocb.cache.blocks import BlockPool
 
@@ -33,7 +33,7 @@ def root_digest(salt: str | bytes | None, version: int) -> bytes:
 
 def block_payload(tokens: Sequence[int]) -> bytes:
     """The tokens of one block as bytes: what is digested, and what a hit is verified against."""
-    return array("q", tokens).tobytes()
+    return pack(f"{len(tokens)}q", *tokens)
 
 
 def chain_digest(parent: bytes, payload: bytes) -> bytes:
@@ -79,10 +79,15 @@ class PrefixIndex:
         """True when the block's contents can be hit."""
         return self._digests[block] is not None
 
-    def publish(self, block: int, digest: bytes, tokens: Sequence[int]) -> None:
+    def publish(self, block: int, digest: bytes, payload: bytes) -> None:
         """Make a full block findable; call it only once its KV has been written.
 
         When another block has the same contents, the one that is in use wins: a free one may be evicted any moment.
+
+        Args:
+            block: physical block.
+            digest: of the prefix up to and including it.
+            payload: `block_payload` of its own tokens.
         """
         if self._digests[block] is not None:
             return
@@ -93,7 +98,7 @@ class PrefixIndex:
             self.withdraw(other)
         self._blocks[digest] = block
         self._digests[block] = digest
-        self._payloads[block] = block_payload(tokens)
+        self._payloads[block] = payload
 
     def withdraw(self, block: int) -> None:
         """Forget a block whose contents are about to be overwritten; no-op when it was not published."""

@@ -1,0 +1,101 @@
+"""The step under construction: `Draft`. Built by `Scheduler.schedule`, gone with `Scheduler.update`."""
+
+from __future__ import annotations
+
+from aiocb.scheduler.request import Request
+from aiocb.step import BlockCopy, StepEntry, StepPlan
+
+__all__ = ["Draft"]
+
+
+class Draft:
+    """Entries, and the budget that is left for more.
+
+    Args:
+        max_tokens: token budget of the step.
+        max_requests: most entries.
+
+    Attributes:
+        entries, requests: aligned; the hot loops of the scheduler append to both directly.
+        copies: block copies that come before the forward pass.
+        budget: tokens left.
+        has_preempted: a running request has lost its blocks while this step was built.
+        num_parked: requests that were parked while this step was built.
+        guest: the request that others were preempted for: the only one to be admitted in this step.
+    """
+
+    __slots__ = (
+        "budget",
+        "copies",
+        "entries",
+        "guest",
+        "has_preempted",
+        "max_requests",
+        "max_tokens",
+        "num_parked",
+        "requests",
+    )
+
+    def __init__(self, max_tokens: int, max_requests: int) -> None:
+        self.max_tokens = max_tokens
+        self.max_requests = max_requests
+        self.budget = max_tokens
+        self.entries: list[StepEntry] = []
+        self.requests: list[Request] = []
+        self.copies: list[BlockCopy] = []
+        self.has_preempted = False
+        self.num_parked = 0
+        self.guest: Request | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """True when another entry can be added."""
+        return self.budget > 0 and len(self.entries) < self.max_requests
+
+    def add_chunk(self, request: Request, count: int) -> None:
+        """Let the step compute the next `count` tokens of a request; the blocks are there."""
+        start = request.num_computed_tokens
+        end = start + count
+        is_sampled = end == len(request.tokens)
+        num_logits = 1 if is_sampled else 0
+        if request.skips_prefix:
+            # Rows that were delivered before a preemption are not delivered twice.
+            num_logits = max(num_logits, end - max(start, request.num_prompt_logprobs))
+        self.requests.append(request)
+        self.entries.append(
+            StepEntry(
+                request.id,
+                request.tokens,
+                request.num_prompt_tokens,
+                start,
+                count,
+                request.tables,
+                num_logits,
+                is_sampled,
+                request.sampling,
+                request.seed,
+            )
+        )
+        self.budget -= count
+
+    def recount(self) -> None:
+        """Compute the budget anew, after entries were appended directly and others withdrawn."""
+        self.budget = self.max_tokens - sum(entry.num_new_tokens for entry in self.entries)
+
+    def withdraw(self, request: Request) -> None:
+        """Take out a request that is about to lose its blocks; no-op when it has no entry."""
+        if self.copies and request.tables:
+            # Its blocks go to somebody else in this step: a copy into them must not happen.
+            held = [set(table) for table in request.tables]
+            self.copies = [copy for copy in self.copies if copy.target not in held[copy.group]]
+        if request in self.requests:
+            i = self.requests.index(request)
+            del self.requests[i]
+            self.budget += self.entries.pop(i).num_new_tokens
+
+    def plan(self, released_ids: tuple[int, ...]) -> StepPlan:
+        """Return the finished plan."""
+        return StepPlan(tuple(self.entries), self.max_tokens - self.budget, tuple(self.copies), released_ids)
+
+    def __repr__(self) -> str:
+        return f"<Draft [{len(self.entries)} requests | {self.max_tokens - self.budget}/{self.max_tokens} tokens]>"
