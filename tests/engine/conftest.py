@@ -45,7 +45,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, f"the test has left tasks behind: {left}"
 
-    loop_factory: Any = pyfuncitem.funcargs["loop_factory"]
+    loop_factory: Any = pyfuncitem.callspec.params["loop_factory"]
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(run())
     assert not problems, f"the event loop has seen: {problems}"
