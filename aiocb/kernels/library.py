@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_char_p, c_void_p, c_void_p, c_int32, c_float, c_void_p, c_int32, c_int32, c_int32, c_void_p],
     ),
     "aiocb_activation": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_int32, c_void_p]),
+    "aiocb_bandwidth": (c_double, [c_char_p, c_int32, c_int64]),
+    "aiocb_arithmetic": (c_double, [c_char_p, c_int32, c_int32]),
     "aiocb_sample": (None, [c_void_p, c_int64, c_int64, *[c_void_p] * 6]),
     "aiocb_log_probabilities": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
 }
@@ -132,6 +134,16 @@ class Library:
     def levels(self) -> tuple[str, ...]:
         """Return every level that runs on this processor, best first."""
         return tuple(name for name in _LEVELS if self.level(name))
+
+    def bandwidth(self, num_threads: int, *, level: str | None = None, num_bytes: int = 1 << 28) -> float:
+        """Measure bytes per second read from memory by all threads together."""
+        rate: float = self.calls.aiocb_bandwidth(level.encode() if level else None, num_threads, num_bytes)
+        return rate
+
+    def arithmetic(self, num_threads: int, dtype: str, *, level: str | None = None) -> float:
+        """Measure operations per second of the largest tile with its operands in the nearest cache."""
+        rate: float = self.calls.aiocb_arithmetic(level.encode() if level else None, num_threads, FORMATS[dtype])
+        return rate
 
     def sample(
         self,

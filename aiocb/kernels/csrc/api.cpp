@@ -490,3 +490,57 @@ AIOCB_API int aiocb_activation(const char* level, int kind, const float* gate, c
   chosen->activation(kind, gate, up, count, out);
   return kOk;
 }
+
+// Bytes per second that all threads together read from memory, best of a few passes.
+AIOCB_API double aiocb_bandwidth(const char* level, int num_threads, int64_t bytes) {
+  const Level* chosen = find_level(level);
+  if (!chosen) return 0.0;
+  char* data = allocate(bytes);
+  if (!data) return 0.0;
+  std::memset(data, 0, size_t(bytes));
+  Pool* pool = pool_create(num_threads, nullptr);
+  struct Context {
+    const Level* level;
+    const char* data;
+    int64_t bytes;
+    volatile float sink;
+  } context = {chosen, data, bytes, 0.0f};
+  double best = 0.0;
+  for (int pass = 0; pass < 5; ++pass) {
+    const double start = pool_now();
+    pool_run(pool, [](void* opaque, int thread, int threads) {
+      Context* c = static_cast<Context*>(opaque);
+      if (c->level->read_memory(c->data, c->bytes, thread, threads) != 0.0f) c->sink = 1.0f;
+    }, &context);
+    const double rate = double(bytes) / (pool_now() - start);
+    best = rate > best ? rate : best;
+  }
+  pool_destroy(pool);
+  release(data);
+  return best;
+}
+
+// Operations per second (a multiply and an add are two) of all threads together, best of a few passes.
+AIOCB_API double aiocb_arithmetic(const char* level, int num_threads, int format) {
+  const Level* chosen = find_level(level);
+  if (!chosen) return 0.0;
+  Pool* pool = pool_create(num_threads, nullptr);
+  struct Context {
+    const Level* level;
+    int format;
+  } context = {chosen, format};
+  constexpr int kRepeats = 2000;
+  const double operations = 2.0 * double(chosen->multiply_add(format, 1)) * kRepeats * pool_size(pool);
+  double best = 0.0;
+  for (int pass = 0; pass < 5; ++pass) {
+    const double start = pool_now();
+    pool_run(pool, [](void* opaque, int, int) {
+      Context* c = static_cast<Context*>(opaque);
+      c->level->multiply_add(c->format, kRepeats);
+    }, &context);
+    const double rate = operations / (pool_now() - start);
+    best = rate > best ? rate : best;
+  }
+  pool_destroy(pool);
+  return best;
+}

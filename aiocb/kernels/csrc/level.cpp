@@ -315,12 +315,39 @@ void activation(int kind, const float* gate, const float* up, int count, float* 
   }
 }
 
+// ---- the two floors of a kernel: the bus and the arithmetic -----------------------------------------------------
+
+float read_memory(const char* data, int64_t bytes, int thread, int num_threads) {
+  const int64_t lines = bytes / 256;
+  const char* p = data + lines * thread / num_threads * 256;
+  const char* end = data + lines * (thread + 1) / num_threads * 256;
+  F16 sums[4] = {zero(), zero(), zero(), zero()};
+  for (; p < end; p += 256)
+    for (int i = 0; i < 4; ++i) sums[i] = sums[i] + load(reinterpret_cast<const float*>(p + i * 64));
+  return reduce_add(sums[0] + sums[1] + sums[2] + sums[3]);
+}
+
+// Multiply-adds of the largest tile on operands that stay in the nearest cache; returns how many were done.
+int64_t multiply_add(int format, int repeats) {
+  constexpr int kSteps = 64;
+  alignas(64) static thread_local char weights[kSteps * kPanel * 4], rows[kMaxRows * (kSteps * 4 + 64)];
+  alignas(64) float sums[kMaxRows * kPanel];
+  for (int i = 0; i < repeats; ++i) {
+    if (format == kF32)
+      compute_tile<F32Format, kMaxRows>(rows, kSteps * 4 + 64, weights, kSteps, weights, 0, sums);
+    else
+      compute_tile<Bf16Format, kMaxRows>(rows, kSteps * 4 + 64, weights, kSteps, weights, 0, sums);
+  }
+  return int64_t(repeats) * kMaxRows * kPanel * kSteps * (format == kF32 ? 1 : 2);
+}
+
 }  // namespace
 
 #define AIOCB_STRING_(name) #name
 #define AIOCB_STRING(name) AIOCB_STRING_(name)
 extern const Level level;
-const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, norm, activation};
+const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, norm, activation,
+                     read_memory, multiply_add};
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb

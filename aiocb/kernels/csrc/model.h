@@ -126,6 +126,8 @@ struct Level {
   void (*norm)(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format,
                char* out, int64_t out_stride);
   void (*activation)(int kind, const float* gate, const float* up, int count, float* out);
+  float (*read_memory)(const char* data, int64_t bytes, int thread, int num_threads);
+  int64_t (*multiply_add)(int format, int repeats);
 };
 
 }  // namespace aiocb
