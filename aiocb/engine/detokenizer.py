@@ -10,6 +10,7 @@ again and again instead.
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 from collections.abc import Iterable
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Detokenizer", "StopMatcher", "TokenText"]
+
+logger = logging.getLogger("aiocb")
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9a-fA-F]{2})>")
 # transformers' clean_up_tokenization: one pass over the whole text each, in this order.
@@ -78,6 +81,14 @@ class TokenText:
         """Choose the path and prove it (tens of milliseconds). Idempotent; `detokenizer` does it when it must."""
         if self._is_prepared:
             return
+        try:
+            self._tables = self._prove()
+        except Exception as error:  # a tokenizer that brings its own code: the window asks nothing of it but decode
+            logger.debug("the tokenizer's pieces cannot be read (%r); decoding windows", error)
+        self._is_prepared = True
+
+    def _prove(self) -> dict[bool, tuple[Pieces, Pieces]]:
+        """Return the tables, with and without specials; empty when they do not render as `decode` does."""
         self._special = frozenset(_special_tokens(self._tokenizer, self._backend))
         self._read_decoder()
         self._anchor = self._find_anchor()
@@ -86,9 +97,8 @@ class TokenText:
             _clean_up(self._decode_raw(ids, False)) == self._decode(ids, False) for ids in probes
         )
         tables = {skip: self._make_tables(skip) for skip in (True, False)}
-        if all(self._is_equal(tables[skip], ids, skip) for skip in tables for ids in probes):
-            self._tables = tables
-        self._is_prepared = True
+        is_proven = all(self._is_equal(tables[skip], ids, skip) for skip in tables for ids in probes)
+        return tables if is_proven else {}
 
     def _is_equal(self, tables: tuple[Pieces, Pieces], ids: list[int], skip: bool) -> bool:
         detokenizer = self._with_pieces(tables)

@@ -99,4 +99,9 @@ def spawn() -> Iterator[Spawn]:
 
 def run_plain(command: list[str], *, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
     """Run a program with pipes instead of a terminal."""
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=environment(**extra))
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=400, env=environment(**extra))
+
+
+def without_build(stderr: str) -> str:
+    """Standard error without the note that the native kernels have been compiled, once per machine."""
+    return "".join(line for line in stderr.splitlines(keepends=True) if "kernels" not in line)

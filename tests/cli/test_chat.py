@@ -108,9 +108,10 @@ def test_a_model_without_a_chat_template_is_refused() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(400)  # the first start of all compiles the kernels
 def test_a_real_model(spawn: Spawn) -> None:
     terminal = spawn([*REAL, "chat", "--temperature", "0"])
-    terminal.expect("smollm2: /help", 120)
+    terminal.expect("smollm2: /help", 300)
     terminal.expect("> ")
     terminal.send("What is the capital of France?\n")
     terminal.expect("Paris")

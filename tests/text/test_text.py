@@ -172,6 +172,11 @@ def test_an_empty_prompt_begins_with_the_first_token(gemma3: Any, smollm2: Any) 
             TextProcessor(byte_level()).normalize_prompt(prompt, vocab_size=1000)
 
 
+def test_a_text_that_is_no_unicode_is_refused(smol: TextProcessor) -> None:
+    with pytest.raises(InvalidRequest, match="cannot encode"):
+        smol.encode("half a pair: \ud83d")
+
+
 def test_special_tokens_by_name(smol: TextProcessor, smollm2: Any) -> None:
     assert smol.special_id("<|im_end|>") == smollm2.convert_tokens_to_ids("<|im_end|>")
     assert smol.special_id("the") is None
