@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiocb.compat.transformers.parameters import Parameters
+from aiocb.compat.transformers.results import StoppedError
 from aiocb.compat.transformers.router import Router
 from aiocb.compat.transformers.session import ThreadSession, Ticket
 from aiocb.engine.core import EngineCore
@@ -234,7 +235,7 @@ class Lifecycle:
             tickets = list(self._buffered)
             self._buffered.clear()
             for ticket in tickets:
-                self._fail(ticket, RuntimeError("the manager was destroyed before this request ran"))
+                self._fail(ticket, StoppedError("the manager was destroyed before this request ran"))
         if self._last is not None:
             self._last.worker.stop(_stop_error)
             self._last.worker.join()
@@ -354,4 +355,4 @@ class Lifecycle:
 
 
 def _stop_error() -> Exception:
-    return RuntimeError("the manager was stopped (hard_stop=True) before this request was complete")
+    return StoppedError("the manager was stopped (hard_stop=True) before this request was complete")

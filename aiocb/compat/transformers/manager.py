@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from aiocb.compat.transformers.hosting import engine_config, keep_on_model, kept_manager
 from aiocb.compat.transformers.lifecycle import Lifecycle, State
 from aiocb.compat.transformers.parameters import request_sampling
-from aiocb.compat.transformers.results import GenerationOutput
+from aiocb.compat.transformers.results import GenerationOutput, StoppedError
 from aiocb.compat.transformers.router import Callback, Record
 from aiocb.compat.transformers.session import Ticket
 from aiocb.engine.slot import End
@@ -141,7 +141,8 @@ class ContinuousBatchingManager(Lifecycle):
         """Submit several prompts, those with common prefixes one after the other; see `add_request`.
 
         Returns:
-            Their ids, in the order of `inputs`; empty when the manager is not accepting.
+            Their ids, in the order of `inputs`; empty when the manager is not accepting. One that found no room in the
+            queue has an output that says so.
         """
         return self.submit_all(inputs, max_new_tokens, streaming, record_timestamps, sampling)
 
@@ -169,10 +170,17 @@ class ContinuousBatchingManager(Lifecycle):
         ordered = tickets
         if self.config.allow_block_sharing:
             ordered = sorted(tickets, key=lambda ticket: ticket.token_ids, reverse=True)
+        # From here on every ticket's id is promised: it gets its one output, whatever happens.
+        refusal: Exception | None = None
         for ticket in ordered:
-            if not self._submit(ticket, _QUEUE_TIMEOUT if sink is None else None):
-                # Its id has been promised: it gets its one output.
-                self._fail(ticket, RuntimeError("the manager was stopped before this request was submitted"))
+            if refusal is None:
+                try:
+                    if self._submit(ticket, _QUEUE_TIMEOUT if sink is None else None):
+                        continue
+                    refusal = StoppedError("the manager was stopped before this request was submitted")
+                except RequestQueueFull as error:
+                    refusal = error
+            self._fail(ticket, refusal)
         return [ticket.records[0].request_id for ticket in tickets]
 
     def cancel_request(self, request_id: str) -> None:
@@ -258,6 +266,7 @@ class ContinuousBatchingManager(Lifecycle):
                     return False
                 session = self._session if self._state == "running" else None
                 if session is None:
+                    self._check_buffer(len(ticket.records))
                     self._router.register(ticket.records)
                     self._buffered.append(ticket)
                     return True
@@ -276,6 +285,12 @@ class ContinuousBatchingManager(Lifecycle):
             except InvalidRequest as error:
                 self._fail(ticket, error)
                 return True
+
+    def _check_buffer(self, count: int) -> None:
+        """Before the start nothing leaves the queue: to wait for room would be of no use."""
+        limit = self.config.max_queue_size
+        if limit and sum(len(ticket.records) for ticket in self._buffered) + count > limit:
+            raise RequestQueueFull(f"the queue is full (max_queue_size={limit}) before the manager has started")
 
     def _drops(self) -> bool:
         reason = _DROPS.get(self._state)

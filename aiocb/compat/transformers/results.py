@@ -9,9 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
-__all__ = ["GenerationOutput", "Prefix", "RequestStatus"]
+from aiocb.errors import RequestError
+
+__all__ = ["GenerationOutput", "Prefix", "RequestStatus", "StoppedError"]
 
 T = TypeVar("T")
+
+
+class StoppedError(RequestError, RuntimeError):
+    """The request was cancelled, or its manager was stopped or destroyed before it was complete."""
 
 
 class RequestStatus(enum.IntEnum):

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from aiocb.compat.transformers.results import GenerationOutput, Prefix, RequestStatus
+from aiocb.compat.transformers.results import GenerationOutput, Prefix, RequestStatus, StoppedError
 
 if TYPE_CHECKING:
     from aiocb.engine.slot import End, Slot
@@ -107,7 +107,7 @@ class Record:
     def _last(self, end: End, now: float) -> GenerationOutput:
         error = end.error
         if error is None and end.finish_reason == "cancelled":
-            error = RuntimeError("the request was cancelled")
+            error = StoppedError("the request was cancelled")
         queue_s = None if end.metrics is None else end.metrics.queue_s
         # A stream's earlier outputs look into the same lists, which now belong to the reader: copy them once.
         copy = self.is_streaming
