@@ -42,20 +42,36 @@ class Admission:
         self.num_hit = 0
         self._blocked: tuple[Request, tuple[int, ...]] | None = None
 
-    def next(self, draft: Draft, cap: int, promised: list[int]) -> Request | None:
+    def has_candidate(self, draft: Draft, before: tuple[int, int] | None = None) -> bool:
+        """True when there is a seat, and somebody to be considered for it.
+
+        Args:
+            draft: the step being built.
+            before: consider only those of a higher rank than this.
+        """
+        # After a preemption the free blocks are for those who are short of them; a newcomer would take them at once.
+        if draft.has_preempted or not draft.has_room or self.roster.num_running >= self.max_requests:
+            return False
+        request = self.roster.queue.peek()
+        if request is None or (draft.guest is not None and draft.guest is not request):
+            return False
+        return before is None or request.rank < before
+
+    def next(
+        self, draft: Draft, cap: int, promised: list[int], before: tuple[int, int] | None = None
+    ) -> Request | None:
         """Admit the first of the queue that need not wait for another's prefix, or nobody.
 
         Args:
             draft: the step being built; a fork adds its block copies.
             cap: the most tokens of it that one step will compute.
             promised: per group, the blocks that prompts under way are still going to take.
+            before: admit only those of a higher rank than this.
         """
         roster, queue = self.roster, self.roster.queue
-        # After a preemption the free blocks are for those who are short of them; a newcomer would take them at once.
-        while not draft.has_preempted and draft.has_room and roster.num_running < self.max_requests:
+        while self.has_candidate(draft, before):
             request = queue.peek()
-            if request is None or (draft.guest is not None and draft.guest is not request):
-                return None
+            assert request is not None
             is_idle = not roster.num_running
             if is_idle or self._may_look_up(request):
                 if self._try_fork(request, draft):

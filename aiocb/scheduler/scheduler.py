@@ -299,18 +299,24 @@ class Scheduler:
             draft.budget -= len(entries) - start
 
     def _schedule_prompts(self, draft: Draft, now: float | None) -> None:
-        roster, admission = self._roster, self._admission
+        roster = self._roster
         cap = self.max_prefill_chunk if roster.decoding else self.max_batch_tokens
         if roster.prefilling:
             for request in sorted(roster.prefilling.values(), key=lambda request: request.rank):
+                if self.scheduler_type == "priority":
+                    self._admit(draft, cap, now, request.rank)
                 if not draft.has_room:
                     return
                 if request.status is _RUNNING:
                     self._schedule_chunk(request, cap, draft)
-        if not roster.queue or roster.num_running >= self.max_requests_per_batch or not draft.has_room:
+        self._admit(draft, cap, now, None)
+
+    def _admit(self, draft: Draft, cap: int, now: float | None, before: tuple[int, int] | None) -> None:
+        admission = self._admission
+        if not admission.has_candidate(draft, before):
             return
         promised = admission.promised(cap)
-        while (admitted := admission.next(draft, cap, promised)) is not None:
+        while (admitted := admission.next(draft, cap, promised, before)) is not None:
             if admitted.first_scheduled_at is None:
                 admitted.first_scheduled_at = now
             self._schedule_chunk(admitted, cap, draft)
