@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aiocb.sampling.sampler import Sampler, is_greedy_plain
-from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, SelectionParams
+from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW
+from aiocb.sampling.truncation import SelectionParams
 
 __all__ = ["EMPTY_ROW", "INVALID_ROW", "Sampler", "SelectionParams", "is_greedy_plain"]

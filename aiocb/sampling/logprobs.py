@@ -20,12 +20,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from aiocb.sampling.selection import (
-    SelectionParams,
-    iterate_kept,
-    row_argmax,
-    sorted_candidates,
-)
+from aiocb.sampling.rows import row_argmax
+from aiocb.sampling.truncation import SelectionParams, iterate_kept, sorted_candidates
 from aiocb.step import TokenLogprobs
 
 __all__ = ["LOWEST_LOGPROB", "full_logprobs", "processed_logprobs", "raw_logprobs"]

@@ -19,105 +19,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from aiocb.errors import RequestFailed
+from aiocb.sampling.history import BannedSequences, NGrams, TokenCounts
 from aiocb.sampling_params import SamplingParams
 
 __all__ = ["RequestState", "StaticStage", "process"]
 
-_Ids = npt.NDArray[np.int64]
 _BOUND = 1e30
 """Penalties beyond this act as this: infinity times 0, or minus infinity, would be NaN in float32."""
-
-
-class TokenCounts:
-    """The distinct tokens of a growing sequence and how often each occurs; O(1) for a new token."""
-
-    __slots__ = ("_counts", "_ids", "_slots", "_vocab_size")
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._slots: dict[int, int] = {}
-        self._ids: _Ids = np.empty(64, dtype=np.int64)
-        self._counts: npt.NDArray[np.float32] = np.empty(64, dtype=np.float32)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Count further tokens; ids outside the vocabulary (placeholders of other modalities) are passed over."""
-        slots = self._slots
-        for token in tokens:
-            slot = slots.get(token)
-            if slot is not None:
-                self._counts[slot] += 1.0
-            elif 0 <= token < self._vocab_size:
-                slot = slots[token] = len(slots)
-                if slot == len(self._ids):
-                    self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
-                    self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
-                self._ids[slot] = token
-                self._counts[slot] = 1.0
-
-    @property
-    def ids(self) -> _Ids:
-        """Distinct tokens in order of appearance, [U]; a view, valid until the next `extend`."""
-        return self._ids[: len(self._slots)]
-
-    @property
-    def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of `ids` occurs, [U]; a view, valid until the next `extend`."""
-        return self._counts[: len(self._slots)]
-
-
-class NGrams:
-    """Which tokens would complete an n-gram that a growing sequence already holds; O(n) for a new token."""
-
-    __slots__ = ("_following", "_history", "_size")
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._history: list[int] = []
-        self._following: dict[tuple[int, ...], set[int]] = {}
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Take in further tokens."""
-        history, prefix_size = self._history, self._size - 1
-        for token in tokens:
-            if len(history) >= prefix_size:
-                prefix = tuple(history[len(history) - prefix_size :])
-                self._following.setdefault(prefix, set()).add(token)
-            history.append(token)
-
-    def banned(self) -> Iterable[int]:
-        """The tokens that may not come next."""
-        start = len(self._history) - (self._size - 1)
-        return self._following.get(tuple(self._history[start:]), ()) if start >= 0 else ()
-
-
-class BannedSequences:
-    """Token sequences that must not be produced, found by the last token of their prefix."""
-
-    __slots__ = ("_longer", "single_ids")
-
-    def __init__(self, sequences: Iterable[Sequence[int]], eos_token_ids: Iterable[int]) -> None:
-        # As in the reference, an end-of-sequence id alone is not a bad word: a request could then never end.
-        eos = frozenset(eos_token_ids)
-        self.single_ids = tuple({words[0] for words in sequences if len(words) == 1 and words[0] not in eos})
-        self._longer: dict[int, list[tuple[list[int], int]]] = {}
-        for words in sequences:
-            if len(words) > 1:
-                self._longer.setdefault(words[-2], []).append((list(words[:-1]), words[-1]))
-
-    def banned(self, tokens: Sequence[int], length: int) -> list[int]:
-        """The tokens that would complete a sequence after the first `length` of `tokens`."""
-        if not length:
-            return []
-        return [
-            token
-            for prefix, token in self._longer.get(tokens[length - 1], ())
-            if length >= len(prefix) and list(tokens[length - len(prefix) : length]) == prefix
-        ]
 
 
 class _Processor:

@@ -23,7 +23,9 @@ from aiocb.errors import RequestFailed
 from aiocb.sampling.logprobs import processed_logprobs, raw_logprobs
 from aiocb.sampling.processors import RequestState, StaticStage, process
 from aiocb.sampling.random import as_seeds, uniforms
-from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, SelectionParams, is_truncated, row_argmax, select
+from aiocb.sampling.rows import row_argmax
+from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, select
+from aiocb.sampling.truncation import SelectionParams, is_truncated
 from aiocb.step import StepEntry, StepPlan, StepResult, TokenLogprobs
 
 __all__ = ["Sampler", "is_greedy_plain"]

@@ -19,15 +19,9 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from aiocb.sampling.selection import (
-    EMPTY_ROW,
-    INVALID_ROW,
-    SelectionParams,
-    iterate_kept,
-    row_argmax,
-    select,
-    sorted_candidates,
-)
+from aiocb.sampling.rows import row_argmax
+from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, select
+from aiocb.sampling.truncation import SelectionParams, iterate_kept, sorted_candidates
 from aiocb.sampling_params import SamplingParams
 from tests.sampling.helpers import params, peaked_logits
 
