@@ -92,8 +92,20 @@ class LoopBridge:
         try:
             self.loop.call_soon_threadsafe(self._arrived, batch, context=self._context)
         except RuntimeError:
+            self.discard()
             return False
         return True
+
+    def discard(self) -> None:
+        """Forget everything: the loop is closed without having ended its streams, nobody reads any more."""
+        channel, self._channel, self._dispatcher = self._channel, None, None
+        for end in channel or ():
+            try:
+                end.close()
+            except RuntimeError:
+                pass  # it cannot wake its reader in a closed loop
+        self._open.clear()
+        self._waiting.clear()
 
     def wake(self, slot: Slot) -> None:
         """Wake a parked reader from any thread; in the loop's own thread at once."""

@@ -83,8 +83,11 @@ class Session:
 
     def _on_exit(self) -> None:
         make_error = self.worker.make_dead_error if self.worker.state == "dead" else _closed_error
-        for bridge in tuple(self._bridges.values()):
-            bridge.fail_waiting(make_error)
+        for loop, bridge in tuple(self._bridges.items()):
+            if loop.is_closed():
+                bridge.discard()
+            else:
+                bridge.fail_waiting(make_error)
         self.exited.set()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,6 +258,7 @@ class Session:
             with self._bridges_lock:
                 for other in [other for other in self._bridges if other.is_closed()]:
                     closed = self._bridges.pop(other)
+                    closed.discard()
                     self._encoders.pop(other, None)
                     self._num_wakeups_before += closed.num_wakeups
                     self._num_submitted_before += closed.num_submitted
@@ -262,7 +266,6 @@ class Session:
         return bridge
 
     def _abandon(self, slot: Slot) -> None:
-        slot.is_closed = True
         self.put((EngineCore.abort, slot))
 
     def _encoder(self, loop: asyncio.AbstractEventLoop) -> anyio.CapacityLimiter:
