@@ -165,11 +165,11 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: StepBatch, group: int) -> Any:
         """Make what all layers of a group share in this step; valid for this step only."""
 
-    def write(self, storage: Any, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values. key [T, K, Dk], value [T, K, Dv], slots [T]."""
+    def write(self, storage: Any, metadata: Any, key: Tensor, value: Tensor) -> None:
+        """Store new keys and values. key [T, K, Dk], value [T, K, Dv]."""
 
     def gather(self, storage: Any, metadata: Any) -> tuple[Tensor, Tensor]:
-        """Return the visible keys and values of all rows, concatenated: [sum of L, K, Dk], [sum of L, K, Dv]."""
+        """Return the visible keys and values of all rows, concatenated: [K, sum of L, Dk], [K, sum of L, Dv]."""
 
     def attend(
         self,
@@ -186,4 +186,4 @@ class AttentionBackend(Protocol):
     def attend_gathered(
         self, spec: LayerSpec, metadata: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Attend over gathered keys. query [T, H, D], key [sum of L, K, D], value [sum of L, K, Dv] -> [T, H, Dv]."""
+        """Attend over gathered keys. query [T, H, D], key [K, sum of L, D], value [K, sum of L, Dv] -> [T, H, Dv]."""

@@ -2,8 +2,11 @@
 
 Storage of one layer (legend in `attention.base`):
 
-    key   [B, S, K, Dk]      a page = S tokens of one layer; slot = block * S + offset
-    value [B, S, K, Dv]      block 0 is the null block: zero, never written, padding of every table
+    key   [K, B, S, Dk]      a page = S tokens of one layer; slot = block * S + offset
+    value [K, B, S, Dv]      block 0 is the null block: zero, never written, padding of every table
+
+Heads come first so that gathered pages are one [L, D] matrix per head: torch multiplies those five times as fast as
+the strided ones that [B, S, K, D] would give (64 rows of 208 keys: 0.8 ms a layer instead of 3.8).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from aiocb.attention.base import Capabilities, LayerSpec, StepBatch
 
-__all__ = ["MAX_SCORES", "PagedStorage", "Row", "RowsMetadata", "TorchBackend", "causal_mask"]
+__all__ = ["PagedStorage", "Row", "RowsMetadata", "TorchBackend", "causal_mask", "explicit_attention", "make_rows"]
 
 MAX_SCORES = 1 << 24
 """Scores (queries x keys) of one sequence that are held at once; longer chunks are attended to in parts."""
@@ -26,8 +29,8 @@ MAX_SCORES = 1 << 24
 class PagedStorage(NamedTuple):
     """One layer's pages."""
 
-    key: Tensor  # [B, S, K, Dk]
-    value: Tensor  # [B, S, K, Dv]
+    key: Tensor  # [K, B, S, Dk]
+    value: Tensor  # [K, B, S, Dv]
 
 
 class Row(NamedTuple):
@@ -39,6 +42,7 @@ class Row(NamedTuple):
         key_start: absolute position of the first key of its first page.
         length: absolute position behind its last key.
         pages: its visible blocks, on the device. [P] int64
+        first_block: the first of them when they follow each other: a view instead of a gather; else None.
         is_fresh: nothing was in the cache: the step's own keys are all keys.
     """
 
@@ -48,6 +52,7 @@ class Row(NamedTuple):
     key_start: int
     length: int
     pages: Tensor
+    first_block: int | None
     is_fresh: bool
 
 
@@ -59,15 +64,16 @@ class RowsMetadata:
         batch, group: where the rows come from.
         window: of the group.
         rows: the rows that are attended to one by one.
-        masks: what the first layer built for the others.
+        masks: additive masks that the first layer built for the others, by (queries, first query, first key).
     """
 
     batch: StepBatch
     group: int
     window: int | None
     rows: list[Row]
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
     _all_rows: list[Row] | None = None
+    _slots: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def all_rows(self) -> list[Row]:
         """Return every row of the step (for layers that need gathered keys)."""
@@ -77,25 +83,49 @@ class RowsMetadata:
             self._all_rows = make_rows(self.batch, self.group)
         return self._all_rows
 
+    def slots(self, num_kv_heads: int, num_slots: int) -> Tensor:
+        """Return where new tokens go in storage flattened to [K * B * S, D]: [K * T]."""
+        slots = self._slots.get((num_kv_heads, num_slots))
+        if slots is None:
+            slots = head_index(self.batch.groups[self.group].slots, num_kv_heads, num_slots).flatten()
+            self._slots[num_kv_heads, num_slots] = slots
+        return slots
+
+    def mask(self, num_queries: int, first_query: int, num_keys: int, first_key: int) -> Tensor:
+        """Return the additive causal mask of a part of a chunk: [num_queries, num_keys]."""
+        place = (num_queries, first_query, first_key)
+        mask = self.masks.get(place)
+        if mask is None:
+            batch = self.batch
+            visible = causal_mask(first_query, num_queries, first_key, num_keys, self.window, batch.device)
+            mask = self.masks[place] = additive(visible, batch.dtype)
+        return mask
+
 
 def make_rows(batch: StepBatch, group: int, first: int = 0) -> list[Row]:
     """Build the rows from index `first` on."""
     tables = batch.groups[group]
-    pages = torch.from_numpy(tables.pages.astype(np.int64)).to(batch.device)
-    starts, bounds = batch.starts.tolist(), tables.page_starts.tolist()
-    computed, lengths, key_starts = batch.computed.tolist(), batch.lengths.tolist(), tables.key_starts.tolist()
-    return [
-        Row(
-            starts[r],
-            starts[r + 1],
-            computed[r],
-            key_starts[r],
-            lengths[r],
-            pages[bounds[r] : bounds[r + 1]],
-            computed[r] == 0,
+    bounds = tables.page_starts.tolist()
+    offset = bounds[first]
+    pages = torch.from_numpy(tables.pages[offset:].astype(np.int64)).to(batch.device)
+    starts, key_starts = batch.starts.tolist(), tables.key_starts.tolist()
+    computed, lengths = batch.computed.tolist(), batch.lengths.tolist()
+    rows = []
+    for r in range(first, batch.num_rows):
+        blocks = tables.pages[bounds[r] : bounds[r + 1]]
+        first_block = int(blocks[0]) if bool((np.diff(blocks) == 1).all()) else None
+        own_pages = pages[bounds[r] - offset : bounds[r + 1] - offset]
+        is_fresh = computed[r] == 0
+        rows.append(
+            Row(starts[r], starts[r + 1], computed[r], key_starts[r], lengths[r], own_pages, first_block, is_fresh)
         )
-        for r in range(first, batch.num_rows)
-    ]
+    return rows
+
+
+def head_index(index: Tensor, num_kv_heads: int, stride: int) -> Tensor:
+    """Repeat an index for every head of storage whose heads lie `stride` apart: [..., n] -> [..., K, n]."""
+    heads = torch.arange(num_kv_heads, device=index.device) * stride
+    return index.unsqueeze(-2) + heads.unsqueeze(-1)
 
 
 def causal_mask(
@@ -108,6 +138,11 @@ def causal_mask(
     if window is not None:
         mask &= keys > queries - window
     return mask
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `mask` is true, else minus infinity."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 class TorchBackend:
@@ -124,7 +159,7 @@ class TorchBackend:
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> PagedStorage:
         """Make the zeroed pages of one layer (on the CPU the memory is touched when it is first used)."""
-        shape = (num_blocks, page_size, spec.num_kv_heads)
+        shape = (spec.num_kv_heads, num_blocks, page_size)
         return PagedStorage(
             torch.zeros(*shape, spec.key_dim, dtype=dtype, device=device),
             torch.zeros(*shape, spec.value_dim, dtype=dtype, device=device),
@@ -132,26 +167,24 @@ class TorchBackend:
 
     def copy_block(self, storage: PagedStorage, source: int, target: int) -> None:
         """Copy one physical block within a layer."""
-        storage.key[target].copy_(storage.key[source])
-        storage.value[target].copy_(storage.value[source])
-
-    def write(self, storage: PagedStorage, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values. key [T, K, Dk], value [T, K, Dv], slots [T]."""
-        storage.key.flatten(0, 1).index_copy_(0, slots, key)
-        storage.value.flatten(0, 1).index_copy_(0, slots, value)
+        storage.key[:, target].copy_(storage.key[:, source])
+        storage.value[:, target].copy_(storage.value[:, source])
 
     def prepare(self, batch: StepBatch, group: int) -> Any:
         """Make the rows of this group; valid for this step only."""
         return RowsMetadata(batch, group, batch.groups[group].window, make_rows(batch, group))
 
+    def write(self, storage: PagedStorage, metadata: RowsMetadata, key: Tensor, value: Tensor) -> None:
+        """Store new keys and values. key [T, K, Dk], value [T, K, Dv]."""
+        num_kv_heads, num_blocks, page_size, _ = storage.key.shape
+        slots = metadata.slots(num_kv_heads, num_blocks * page_size)
+        for pages, new in ((storage.key, key), (storage.value, value)):
+            pages.flatten(0, 2).index_copy_(0, slots, new.transpose(0, 1).reshape(-1, new.shape[-1]))
+
     def gather(self, storage: PagedStorage, metadata: RowsMetadata) -> tuple[Tensor, Tensor]:
-        """Return the visible keys and values of all rows, concatenated: [sum of L, K, Dk], [sum of L, K, Dv]."""
-        keys, values = [], []
-        for row in metadata.all_rows():
-            key, value = row_pages(storage, row)
-            keys.append(key)
-            values.append(value)
-        return torch.cat(keys), torch.cat(values)
+        """Return the visible keys and values of all rows, concatenated: [K, sum of L, Dk], [K, sum of L, Dv]."""
+        pairs = [self._row_keys(storage, row) for row in metadata.all_rows()]
+        return torch.cat([key for key, _ in pairs], 1), torch.cat([value for _, value in pairs], 1)
 
     def attend(
         self,
@@ -165,28 +198,53 @@ class TorchBackend:
     ) -> Tensor:
         """Attend after `write`, one row after the other. query [T, H, Dk] -> [T, H, Dv]."""
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
-        for row in metadata.rows:
-            if row.is_fresh:
-                k, v, first_key = key[row.start : row.stop], value[row.start : row.stop], 0
-            else:
-                (k, v), first_key = row_pages(storage, row), row.key_start
-            self.attend_row(spec, metadata, row, query, k, v, first_key, sinks, out)
+        self._attend_rows(spec, storage, metadata, query, key, value, sinks, out)
         return out
 
     def attend_gathered(
         self, spec: LayerSpec, metadata: RowsMetadata, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Attend over gathered keys. query [T, H, D], key [sum of L, K, D], value [sum of L, K, Dv] -> [T, H, Dv]."""
+        """Attend over gathered keys. query [T, H, D], key [K, sum of L, D], value [K, sum of L, Dv] -> [T, H, Dv]."""
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
         offset = 0
         for row in metadata.all_rows():
             count = row.length - row.key_start
-            k, v = key[offset : offset + count], value[offset : offset + count]
-            self.attend_row(spec, metadata, row, query, k, v, row.key_start, sinks, out)
+            part = slice(offset, offset + count)
+            self._attend_row(spec, metadata, row, query, key[:, part], value[:, part], row.key_start, sinks, out)
             offset += count
         return out
 
-    def attend_row(
+    def _row_keys(self, storage: PagedStorage, row: Row) -> tuple[Tensor, Tensor]:
+        """Gather one row's visible keys and values: [K, L, Dk], [K, L, Dv]."""
+        count = row.length - row.key_start
+        if row.first_block is not None:
+            blocks = slice(row.first_block, row.first_block + len(row.pages))
+            return storage.key[:, blocks].flatten(1, 2)[:, :count], storage.value[:, blocks].flatten(1, 2)[:, :count]
+        key = storage.key.index_select(1, row.pages).flatten(1, 2)[:, :count]
+        value = storage.value.index_select(1, row.pages).flatten(1, 2)[:, :count]
+        return key, value
+
+    def _attend_rows(
+        self,
+        spec: LayerSpec,
+        storage: PagedStorage,
+        metadata: RowsMetadata,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Fill the rows' parts of `out`, one row after the other."""
+        for row in metadata.rows:
+            if row.is_fresh:
+                own = slice(row.start, row.stop)
+                k, v, first_key = key[own].transpose(0, 1), value[own].transpose(0, 1), 0
+            else:
+                (k, v), first_key = self._row_keys(storage, row), row.key_start
+            self._attend_row(spec, metadata, row, query, k, v, first_key, sinks, out)
+
+    def _attend_row(
         self,
         spec: LayerSpec,
         metadata: RowsMetadata,
@@ -198,8 +256,8 @@ class TorchBackend:
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        """Attend with one row's queries to its keys [L, K, D] and fill its part of `out`, in parts if it is long."""
-        num_queries, num_keys = row.stop - row.start, key.shape[0]
+        """Attend with one row's queries to its keys [K, L, D] and fill its part of `out`, in parts if it is long."""
+        num_queries, num_keys = row.stop - row.start, key.shape[1]
         step = max(1, min(num_queries, MAX_SCORES // max(num_keys, 1)))
         for begin in range(0, num_queries, step):
             end = min(begin + step, num_queries)
@@ -208,9 +266,9 @@ class TorchBackend:
             if metadata.window is not None:
                 low = max(low, position - metadata.window + 1)
             high = row.first_query + end
-            k, v = key[low - first_key : high - first_key], value[low - first_key : high - first_key]
+            keys = slice(low - first_key, high - first_key)
             part = slice(row.start + begin, row.start + end)
-            self._attend_part(spec, metadata, query[part], k, v, position, low, sinks, out[part])
+            self._attend_part(spec, metadata, query[part], key[:, keys], value[:, keys], position, low, sinks, out[part])
 
     def _attend_part(
         self,
@@ -224,16 +282,15 @@ class TorchBackend:
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        """Fill out [n, H, Dv] from query [n, H, D], key [l, K, D], value [l, K, Dv]; keys end at the last query."""
-        raise NotImplementedError
+        """Fill out [n, H, Dv] from query [n, H, D], key [K, l, D], value [K, l, Dv].
 
-
-def row_pages(storage: PagedStorage, row: Row) -> tuple[Tensor, Tensor]:
-    """Gather one row's visible keys and values: [L, K, Dk], [L, K, Dv]."""
-    count = row.length - row.key_start
-    key = storage.key.index_select(0, row.pages).flatten(0, 1)[:count]
-    value = storage.value.index_select(0, row.pages).flatten(0, 1)[:count]
-    return key, value
+        The keys end at the last query, and begin no earlier than the first query sees.
+        """
+        num_queries = query.shape[0]
+        q = query.transpose(0, 1).unflatten(0, (key.shape[0], -1))  # [K, G, n, D]
+        mask = metadata.mask(num_queries, first_query, key.shape[1], first_key) if num_queries > 1 else None
+        attended = explicit_attention(spec, q, key, value, mask, sinks)
+        out.copy_(attended.flatten(0, 1).transpose(0, 1))
 
 
 def explicit_attention(
@@ -246,7 +303,7 @@ def explicit_attention(
         query: [..., K, G, n, D]
         key: [..., K, l, D]
         value: [..., K, l, Dv]
-        mask: bool, broadcastable to [..., K, G, n, l]; None lets everything through.
+        mask: additive, broadcastable to [..., K, G, n, l]; None lets everything through.
         sinks: [H] or None.
 
     Returns:
@@ -258,7 +315,7 @@ def explicit_attention(
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     if sinks is not None:
         columns = sinks.to(scores.dtype).view(-1, num_groups, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat([scores, columns], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]

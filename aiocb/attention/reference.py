@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from aiocb.attention.base import LayerSpec
-from aiocb.attention.paged import RowsMetadata, TorchBackend, causal_mask, explicit_attention
+from aiocb.attention.paged import RowsMetadata, TorchBackend, additive, causal_mask, explicit_attention
 
 __all__ = ["ReferenceBackend"]
 
@@ -27,9 +27,8 @@ class ReferenceBackend(TorchBackend):
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        num_groups = query.shape[1] // key.shape[1]
-        q = query.float().transpose(0, 1).unflatten(0, (-1, num_groups))  # [K, G, n, D]
-        k, v = key.float().transpose(0, 1), value.float().transpose(0, 1)  # [K, l, D]
-        mask = causal_mask(first_query, q.shape[2], first_key, k.shape[1], metadata.window, q.device)
-        attended = explicit_attention(spec, q, k, v, mask, None if sinks is None else sinks.float())
+        q = query.float().transpose(0, 1).unflatten(0, (key.shape[0], -1))  # [K, G, n, D]
+        visible = causal_mask(first_query, query.shape[0], first_key, key.shape[1], metadata.window, query.device)
+        mask = additive(visible, q.dtype)
+        attended = explicit_attention(spec, q, key.float(), value.float(), mask, None if sinks is None else sinks.float())
         out.copy_(attended.flatten(0, 1).transpose(0, 1))

@@ -290,12 +290,12 @@ class Recorder:
 
 def _plain_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """One request from position 0. query [1, H, T, D] -> [1, T, H, Dv]"""
-    from aiocb.attention.paged import causal_mask, explicit_attention
+    from aiocb.attention.paged import additive, causal_mask, explicit_attention
 
     num_kv_heads = key.shape[1]
     spec = LayerSpec(0, query.shape[1], num_kv_heads, key.shape[3], value.shape[3], call.scaling, softcap=call.softcap)
     q = query.unflatten(1, (num_kv_heads, -1))  # [1, K, G, T, D]
-    mask = causal_mask(0, query.shape[2], 0, key.shape[2], call.window, query.device)
+    mask = additive(causal_mask(0, query.shape[2], 0, key.shape[2], call.window, query.device), query.dtype)
     out = explicit_attention(spec, q, key, value, mask, call.sinks)
     return out.flatten(1, 2).transpose(1, 2)
 
@@ -328,11 +328,12 @@ class PagedHandler:
         group = self._cache.group_of_layer[layer]
         storage = self._cache.storage[layer]
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, K, D]
-        self._backend.write(storage, self._batch.groups[group].slots, k, v)
+        metadata = self._group_metadata(group)
+        self._backend.write(storage, metadata, k, v)
         self._pending = layer
         if self._specs[layer].is_gathered:
-            all_keys, all_values = self._backend.gather(storage, self._group_metadata(group))
-            return all_keys.transpose(0, 1).unsqueeze(0), all_values.transpose(0, 1).unsqueeze(0)
+            all_keys, all_values = self._backend.gather(storage, metadata)
+            return all_keys.unsqueeze(0), all_values.unsqueeze(0)
         # Keys are recognised by identity; held, so that no id is used twice within the step.
         self._owners[id(key)] = layer
         self._held.append((key, k, v))
@@ -364,8 +365,8 @@ class PagedHandler:
                 scaling=call.scaling,
                 softcap=call.softcap,
             )
-            k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            out = self._backend.attend_gathered(spec, self._group_metadata(group), q, k, v, call.sinks)
+            metadata = self._group_metadata(group)
+            out = self._backend.attend_gathered(spec, metadata, q, key[0], value[0], call.sinks)
             return out.unsqueeze(0)
         spec = self._specs[layer]
         if spec.scaling != call.scaling or spec.softcap != call.softcap:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def single_threaded_torch() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
