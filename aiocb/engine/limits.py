@@ -20,6 +20,7 @@ _GPU_BATCH_TOKENS = 8192
 _CPU_BATCH_TOKENS = 256
 _CPU_PREFILL_CHUNK = 128
 _MAX_REQUESTS = 1024
+_TOO_SMALL = "the cache is too small for any request; raise num_blocks or max_memory_percent"
 _SAFETY_MARGINS = {"fifo": 0.15, "priority": 0.15, "prefill_first": 0.0}
 
 
@@ -58,8 +59,10 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
             "one long prompt must not hold up the streams that decode",
         )
     )
-    cache = CacheManager(layout, config.allow_block_sharing)
     smallest = min(group.num_blocks - 1 for group in layout.groups)
+    if smallest < 1:
+        raise ConfigError(_TOO_SMALL)
+    cache = CacheManager(layout, config.allow_block_sharing)
     max_requests = int(
         choose(
             "max_requests_per_batch",
@@ -77,7 +80,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         )
     )
     if not cache.can_ever_fit(2):
-        raise ConfigError("the cache is too small for any request; raise num_blocks or max_memory_percent")
+        raise ConfigError(_TOO_SMALL)
     scheduler = Scheduler(
         cache,
         max_batch_tokens=max_batch_tokens,
