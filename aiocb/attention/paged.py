@@ -20,7 +20,17 @@ from torch import Tensor
 
 from aiocb.attention.base import Capabilities, LayerSpec, StepBatch
 
-__all__ = ["PagedStorage", "Row", "RowsMetadata", "TorchBackend", "causal_mask", "explicit_attention", "make_rows"]
+__all__ = [
+    "PagedStorage",
+    "Row",
+    "RowsMetadata",
+    "TorchBackend",
+    "additive",
+    "causal_mask",
+    "explicit_attention",
+    "group_heads",
+    "make_rows",
+]
 
 MAX_SCORES = 1 << 24
 """Scores (queries x keys) of one sequence that are held at once; longer chunks are attended to in parts."""
@@ -131,7 +141,7 @@ def head_index(index: Tensor, num_kv_heads: int, stride: int) -> Tensor:
 def causal_mask(
     first_query: int, num_queries: int, first_key: int, num_keys: int, window: int | None, device: torch.device
 ) -> Tensor:
-    """True where a query may look: not ahead, and within the window. -> [num_queries, num_keys] bool"""
+    """True where a query may look: not ahead, and within the window. -> [num_queries, num_keys] bool."""
     queries = torch.arange(first_query, first_query + num_queries, device=device)[:, None]
     keys = torch.arange(first_key, first_key + num_keys, device=device)[None, :]
     mask = keys <= queries
@@ -268,7 +278,9 @@ class TorchBackend:
             high = row.first_query + end
             keys = slice(low - first_key, high - first_key)
             part = slice(row.start + begin, row.start + end)
-            self._attend_part(spec, metadata, query[part], key[:, keys], value[:, keys], position, low, sinks, out[part])
+            self._attend_part(
+                spec, metadata, query[part], key[:, keys], value[:, keys], position, low, sinks, out[part]
+            )
 
     def _attend_part(
         self,
@@ -287,10 +299,16 @@ class TorchBackend:
         The keys end at the last query, and begin no earlier than the first query sees.
         """
         num_queries = query.shape[0]
-        q = query.transpose(0, 1).unflatten(0, (key.shape[0], -1))  # [K, G, n, D]
+        q = group_heads(query, key.shape[0])
         mask = metadata.mask(num_queries, first_query, key.shape[1], first_key) if num_queries > 1 else None
         attended = explicit_attention(spec, q, key, value, mask, sinks)
         out.copy_(attended.flatten(0, 1).transpose(0, 1))
+
+
+def group_heads(query: Tensor, num_kv_heads: int) -> Tensor:
+    """Put the query heads that share keys side by side: [n, H, D] -> [K, G, n, D]."""
+    num_queries, num_heads, head_dim = query.shape
+    return query.transpose(0, 1).reshape(num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
 
 
 def explicit_attention(
@@ -309,9 +327,10 @@ def explicit_attention(
     Returns:
         [..., K, G, n, Dv]
     """
-    num_groups, num_queries = query.shape[-3], query.shape[-2]
+    lead, (num_groups, num_queries) = query.shape[:-3], query.shape[-3:-1]
     folded = query.flatten(-3, -2)  # [..., K, G * n, D]: the query heads of a group share their keys
-    scores = torch.matmul(folded, key.transpose(-1, -2)).unflatten(-2, (num_groups, num_queries)) * spec.scaling
+    scores = torch.matmul(folded, key.transpose(-1, -2)) * spec.scaling
+    scores = scores.view(*lead, num_groups, num_queries, -1)
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     if mask is not None:
@@ -322,4 +341,4 @@ def explicit_attention(
     else:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
     weights = weights.to(value.dtype).flatten(-3, -2)
-    return torch.matmul(weights, value).unflatten(-2, (num_groups, num_queries))
+    return torch.matmul(weights, value).view(*lead, num_groups, num_queries, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from aiocb.attention.base import LayerSpec
-from aiocb.attention.paged import RowsMetadata, TorchBackend, additive, causal_mask, explicit_attention
+from aiocb.attention.paged import RowsMetadata, TorchBackend, additive, causal_mask, explicit_attention, group_heads
 
 __all__ = ["ReferenceBackend"]
 
@@ -27,8 +27,9 @@ class ReferenceBackend(TorchBackend):
         sinks: Tensor | None,
         out: Tensor,
     ) -> None:
-        q = query.float().transpose(0, 1).unflatten(0, (key.shape[0], -1))  # [K, G, n, D]
+        q = group_heads(query.float(), key.shape[0])
         visible = causal_mask(first_query, query.shape[0], first_key, key.shape[1], metadata.window, query.device)
         mask = additive(visible, q.dtype)
-        attended = explicit_attention(spec, q, key.float(), value.float(), mask, None if sinks is None else sinks.float())
+        own_sinks = None if sinks is None else sinks.float()
+        attended = explicit_attention(spec, q, key.float(), value.float(), mask, own_sinks)
         out.copy_(attended.flatten(0, 1).transpose(0, 1))

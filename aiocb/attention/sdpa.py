@@ -8,6 +8,7 @@ through SDPA one sequence after the other. Soft caps and sinks, which SDPA does 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -186,13 +187,11 @@ def _buckets(batch: StepBatch, group: int) -> tuple[Bucket, ...]:
         return (_bucket(batch, group, np.arange(num_decodes), sizes[0], is_all),)
     return tuple(
         _bucket(batch, group, np.sort(order[begin:end]), sizes[begin], False)
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for begin, end in itertools.pairwise(bounds)
     )
 
 
-def _bucket(
-    batch: StepBatch, group: int, members: npt.NDArray[np.int64], num_pages: int, is_all: bool
-) -> Bucket:
+def _bucket(batch: StepBatch, group: int, members: npt.NDArray[np.int64], num_pages: int, is_all: bool) -> Bucket:
     """Pad the members' pages to `num_pages`, and hide what a row must not see."""
     tables, device = batch.groups[group], batch.device
     first = tables.page_starts[members]

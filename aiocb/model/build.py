@@ -1,4 +1,4 @@
-"""Choosing the runner for a model: the native one where it can be had, else plain torch. Every choice has its reason."""
+"""Choosing the runner of a model: native where it can be had, else plain torch. Every choice has its reason."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def _model_length(config: Any) -> tuple[int, str]:
             length, reason = original, "beyond it, rope type longrope would change the rotation of the whole batch"
         elif kind == "dynamic":
             bound = original if isinstance(original, int) else length
-            length, reason = min(bound, length), "beyond it, rope type dynamic would change the rotation of the whole batch"
+            length = min(bound, length)
+            reason = "beyond it, rope type dynamic would change the rotation of the whole batch"
     chunk = getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None) or ()
     if isinstance(chunk, int) and "chunked_attention" in types and chunk < length:
@@ -120,7 +121,8 @@ def _model_length(config: Any) -> tuple[int, str]:
 
 def _vocab_size(model: PreTrainedModel, config: Any) -> int:
     """Rows of the logits: of the output embedding, else of the configuration."""
-    head: Any = model.get_output_embeddings()
+    module: Any = model
+    head = module.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if weight is not None:
         return int(weight.shape[0])
@@ -145,13 +147,11 @@ def _try_native(
         return None, f"the model is on {model.device.type}"
     try:
         module = importlib.import_module("aiocb.model.native")
-        try_build: Callable[..., tuple[Runner | None, str]] = module.try_build
-    except (ImportError, AttributeError):
-        runner, reason = None, "no native runner is installed"
+    except ImportError as error:
+        runner, reason = None, f"no native runner is installed ({error})"
     else:
-        runner, reason = try_build(
-            model, config, sampler, max_model_len=max_model_len, owns_model=owns_model
-        )
+        try_build: Callable[..., tuple[Runner | None, str]] = module.try_build
+        runner, reason = try_build(model, config, sampler, max_model_len=max_model_len, owns_model=owns_model)
     if runner is None and config.native:
         raise ConfigError(f"native=True, but the native runner cannot be used: {reason}")
     return runner, reason

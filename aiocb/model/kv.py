@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,10 +22,7 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["CacheSize", "PagedCache", "choose_cache_size", "group_layers"]
+__all__ = ["CacheSize", "PagedCache", "cache_budget", "choose_cache_size", "format_size", "group_layers"]
 
 CPU_REQUESTS = 64
 CPU_TOKENS_PER_REQUEST = 1024
@@ -93,7 +90,7 @@ class PagedCache:
         except (RuntimeError, MemoryError) as error:
             size = sum(group.num_blocks * group.block_bytes for group in self.layout.groups)
             raise ConfigError(
-                f"the cache of {_size(size)} does not fit into memory; lower num_blocks or max_memory_percent"
+                f"the cache of {format_size(size)} does not fit into memory; lower num_blocks or max_memory_percent"
             ) from error
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
@@ -131,11 +128,11 @@ def choose_cache_size(
     groups = group_layers(specs)
     block_bytes = [sum(backend.block_bytes(spec, page_size, dtype) for spec in layers) for _, layers in groups]
     if config.num_blocks is not None:
-        size = _size(config.num_blocks * sum(block_bytes))
+        size = format_size(config.num_blocks * sum(block_bytes))
         choice = Choice("num_blocks", str(config.num_blocks), f"configured ({size})")
         return CacheSize(page_size, (config.num_blocks,) * len(groups), (page_choice, choice))
 
-    budget, reason = _budget(config, device)
+    budget, reason = cache_budget(config, device)
     chunk = config.max_prefill_chunk or config.max_batch_tokens or 512
 
     def blocks_for(num_tokens: int) -> list[int]:
@@ -166,36 +163,40 @@ def choose_cache_size(
             reason = f"room for {CPU_REQUESTS} requests of {CPU_TOKENS_PER_REQUEST} tokens"
     if num_tokens < 2 * page_size:
         raise ConfigError(
-            f"the cache has no room: {_size(budget)} allowed, one block takes {_size(sum(block_bytes))}; "
+            f"the cache has no room: {format_size(budget)} allowed, one block takes {format_size(sum(block_bytes))}; "
             "raise max_memory_percent, set num_blocks, or free memory"
         )
     blocks = blocks_for(num_tokens)
     choice = Choice(
         "num_blocks",
         " + ".join(map(str, blocks)),
-        f"{reason}: {num_tokens} tokens, {_size(bytes_for(num_tokens))}",
+        f"{reason}: {num_tokens} tokens, {format_size(bytes_for(num_tokens))}",
     )
     return CacheSize(page_size, tuple(blocks), (page_choice, choice))
 
 
-def _budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
-    """Bytes that the cache may take, and the reason."""
+def cache_budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+    """Return the bytes that the cache may take, and the reason."""
     share = config.max_memory_percent
     if device.type == "cpu":
         free = _free_memory()
         if share is not None:
-            return int(free * share), f"max_memory_percent={share:g} of {_size(free)} free memory"
+            return int(free * share), f"max_memory_percent={share:g} of {format_size(free)} free memory"
         budget = min(CPU_MAX_BYTES, int(free * CPU_MAX_SHARE))
-        bound = _size(CPU_MAX_BYTES) if budget == CPU_MAX_BYTES else f"{CPU_MAX_SHARE:.0%} of {_size(free)} free memory"
+        bound = (
+            format_size(CPU_MAX_BYTES)
+            if budget == CPU_MAX_BYTES
+            else f"{CPU_MAX_SHARE:.0%} of {format_size(free)} free memory"
+        )
         return budget, f"bounded by {bound}"
     if device.type != "cuda":
         free = _free_memory()
-        return int(free * (share or CPU_MAX_SHARE)), f"{share or CPU_MAX_SHARE:.0%} of {_size(free)} free memory"
+        return int(free * (share or CPU_MAX_SHARE)), f"{share or CPU_MAX_SHARE:.0%} of {format_size(free)} free memory"
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     chosen = GPU_SHARE if share is None else share
     budget = int(free * chosen) - (GPU_RESERVE_BYTES if share is None else 0)
-    return max(budget, 0), f"{chosen:.0%} of {_size(free)} free device memory"
+    return max(budget, 0), f"{chosen:.0%} of {format_size(free)} free device memory"
 
 
 def _free_memory() -> int:
@@ -217,7 +218,8 @@ def _free_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _size(count: int) -> str:
+def format_size(count: int) -> str:
+    """Write a number of bytes for people."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"

@@ -98,7 +98,7 @@ def load(
             choice = Choice("weights", repository, "loaded by transformers")
         if chosen_device is not None:
             model.to(chosen_device)  # type: ignore[arg-type]
-        model.eval()
+        model.train(False)
     dtype_choice = Choice(
         "dtype",
         str(model.dtype).removeprefix("torch."),
@@ -123,13 +123,13 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         name = str(dtype).removeprefix("torch.")
         parsed = getattr(torch, short.get(name, name), None)
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
-        raise ConfigError(f"dtype {dtype!r} is not a floating-point type; use 'auto', 'bfloat16', 'float16' or 'float32'")
+        raise ConfigError(
+            f"dtype {dtype!r} is not a floating-point type; use 'auto', 'bfloat16', 'float16' or 'float32'"
+        )
     return parsed
 
 
-def _choose_device(
-    device: str | torch.device | None, kwargs: dict[str, Any]
-) -> tuple[torch.device | None, Choice]:
+def _choose_device(device: str | torch.device | None, kwargs: dict[str, Any]) -> tuple[torch.device | None, Choice]:
     import torch
 
     if kwargs.get("device_map") is not None:
@@ -176,14 +176,15 @@ def _quiet() -> Iterator[None]:
     try:
         from transformers.utils import logging
 
-        had_bars = logging.is_progress_bar_enabled()
+        bars: Any = logging
+        had_bars = bars.is_progress_bar_enabled()
         if had_bars:
-            logging.disable_progress_bar()
+            bars.disable_progress_bar()
         try:
             yield
         finally:
             if had_bars:
-                logging.enable_progress_bar()
+                bars.enable_progress_bar()
     finally:
         if was_enabled:
             gc.enable()

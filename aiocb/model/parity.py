@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["check_parity"]
 
 LENGTHS = (21, 7)
-# (tokens of the first, tokens of the second) per step: a chunk alone, chunks together, a chunk beside a decode, decodes.
+# Tokens of the first and the second prompt per step: a chunk alone, chunks together, a chunk beside a decode, decodes.
 STEPS = ((9, 0), (7, 4), (4, 1), (1, 2))
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.06
@@ -52,9 +52,17 @@ def check_parity(adapter: ModelAdapter, backend: AttentionBackend, page_size: in
         for counts in STEPS:
             entries = tuple(
                 StepEntry(
-                    number, prompts[number], LENGTHS[number], done[number], count, (tables[number],) * num_groups,
-                    count, False, parameters, 0,
-                )  # fmt: skip
+                    request_id=number,
+                    tokens=prompts[number],
+                    num_prompt_tokens=LENGTHS[number],
+                    num_computed_tokens=done[number],
+                    num_new_tokens=count,
+                    block_tables=(tables[number],) * num_groups,
+                    num_logits=count,
+                    is_sampled=False,
+                    sampling=parameters,
+                    seed=0,
+                )
                 for number, count in enumerate(counts)
                 if count
             )
@@ -89,7 +97,7 @@ def _prompt(adapter: ModelAdapter, length: int, seed: int) -> list[int]:
 
 
 def _own_logits(adapter: ModelAdapter, tokens: list[int]) -> Tensor:
-    """Logits of the model as it is, without a cache. [T, V]"""
+    """Logits of the model as it is, without a cache. [T, V]."""
     ids = torch.tensor([tokens], device=adapter.device)
     output: Any = adapter.model(input_ids=ids, use_cache=False)
     logits: Tensor = output.logits[0].float()

@@ -1,6 +1,10 @@
 """Runs plans on any causal LM through the transformers seam, in plain torch. Worker thread only.
 
+The data path of a step:
+
     plan ─► copy blocks ─► pack ─► model (keys to pages, attention by the backend) ─► logits ─► sampler ─► result
+
+Everything before the sampler is `run_plan`.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ from aiocb.attention import create_backend
 from aiocb.attention.base import AttentionBackend
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.adapter import ModelAdapter, PagedHandler
+from aiocb.model.adapter import ModelAdapter
 from aiocb.model.batch import pack
+from aiocb.model.handlers import PagedHandler
 from aiocb.model.kv import PagedCache, choose_cache_size
 from aiocb.model.parity import check_parity as check_parity_of
 from aiocb.step import CacheLayout, StepPlan, StepResult
@@ -61,9 +66,7 @@ class TorchRunner:
         adapter = self._adapter
         size = choose_cache_size(self._backend, specs, config, max_model_len, adapter.dtype, adapter.device)
         parity = (check_parity_of(adapter, self._backend, size.page_size),) if check_parity else ()
-        self._cache = PagedCache(
-            self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device
-        )
+        self._cache = PagedCache(self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device)
         self.choices: Sequence[Choice] = (attention_choice, *size.choices, *parity)
 
     @property

@@ -75,14 +75,15 @@ def tiny(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     values = {**SMALL, **MODELS.get(name, {}), **overrides}
     config = CONFIG_MAPPING[name](**values)
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    factory: Any = AutoModelForCausalLM
+    model: PreTrainedModel = factory.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, 0.5 * parameter.shape[-1] ** -0.5 if "embed" not in parameter_name else 0.5)
             elif "sink" in parameter_name:
                 parameter.normal_(0.0, 2.0)
-    model.eval()
+    model.train(False)
     model.requires_grad_(False)
     return model
 
@@ -113,7 +114,7 @@ def argmax_sampler(logits: Tensor, plan: StepPlan) -> StepResult:
     return StepResult([best[end - 1] if entry.is_sampled else None for entry, end in zip(plan.entries, ends)])
 
 
-class Sequence_:
+class ManualSequence:
     """One request of the hand-written scheduler."""
 
     def __init__(self, request_id: int, tokens: Sequence[int], num_new: int, start_step: int) -> None:
@@ -137,7 +138,7 @@ class ManualScheduler:
         self.runner = runner
         self.chunk = chunk
         self.budget = budget
-        self.sequences: list[Sequence_] = []
+        self.sequences: list[ManualSequence] = []
         self.layout: CacheLayout = runner.cache_layout
         self.free = [list(range(1, group.num_blocks)) for group in self.layout.groups]
         if scatter:
@@ -145,13 +146,13 @@ class ManualScheduler:
                 blocks.sort(key=lambda block: (block * 7919) % 1009)
         self.step_number = 0
 
-    def add(self, tokens: Sequence[int], num_new: int, start_step: int = 0) -> Sequence_:
-        sequence = Sequence_(len(self.sequences), tokens, num_new, start_step)
+    def add(self, tokens: Sequence[int], num_new: int, start_step: int = 0) -> ManualSequence:
+        sequence = ManualSequence(len(self.sequences), tokens, num_new, start_step)
         sequence.tables = [[] for _ in self.layout.groups]
         self.sequences.append(sequence)
         return sequence
 
-    def _grow(self, sequence: Sequence_, upto: int) -> None:
+    def _grow(self, sequence: ManualSequence, upto: int) -> None:
         size = self.layout.page_size
         for group, free, table in zip(self.layout.groups, self.free, sequence.tables):
             if group.window is not None:
@@ -162,7 +163,7 @@ class ManualScheduler:
             while len(table) * size < upto:
                 table.append(free.pop(0))
 
-    def release(self, sequence: Sequence_) -> None:
+    def release(self, sequence: ManualSequence) -> None:
         for free, table in zip(self.free, sequence.tables):
             free.extend(block for block in table if block != NULL_BLOCK)
             table.clear()

@@ -1,0 +1,262 @@
+"""What answers a model's attention during one forward pass: writing down in the dry run, pages in a step.
+
+Knows torch and the attention backends; that the caller is a transformers model is `adapter`'s business.
+
+Legend: T packed tokens, H query heads, K key/value heads, G = H / K, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from aiocb.attention.base import AttentionBackend, LayerSpec, StepBatch
+from aiocb.attention.paged import additive, causal_mask, explicit_attention
+from aiocb.model.kv import PagedCache
+
+__all__ = ["AttentionCall", "Handler", "NotPlainError", "PagedHandler", "Recorder"]
+
+_MISSING = object()
+
+_HARMLESS = frozenset(
+    {
+        "cache",
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "layer_idx",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_value",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "use_cache",
+    }
+)
+"""Keywords of an attention call that change nothing here, or are honoured."""
+
+
+class NotPlainError(Exception):
+    """The model asks something of its cache or its attention that packed execution does not answer."""
+
+
+class Handler(Protocol):
+    """What answers the model during one forward pass."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [1, K, T, D]; return what the layer goes on with."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
+
+
+class AttentionCall:
+    """The parts of an attention call that a `LayerSpec` is made of."""
+
+    __slots__ = ("scaling", "sinks", "softcap", "window")
+
+    def __init__(
+        self, module: torch.nn.Module, query: Tensor, scaling: float | None, options: Mapping[str, Any]
+    ) -> None:
+        # None that is passed means full attention; only where nothing is passed does the module's own value count.
+        window = options.get("sliding_window", _MISSING)
+        if window is _MISSING:
+            window = getattr(module, "sliding_window", None)
+        self.window: int | None = int(window) if window else None
+        self.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        softcap = options.get("softcap")
+        self.softcap: float | None = float(softcap) if softcap else None
+        self.sinks: Tensor | None = options.get("s_aux")
+
+
+class Recorder:
+    """Handler of the dry run: one request from position 0, plain attention, everything written down."""
+
+    def __init__(self) -> None:
+        self.specs: dict[int, LayerSpec] = {}
+        self.attending_modules: set[int] = set()
+        self.dtype: torch.dtype | None = None
+        self._owners: dict[int, int] = {}
+        self._held: list[Tensor] = []
+        self._pending: int | None = None
+        self._shapes: dict[int, tuple[int, int, int]] = {}
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Note the shapes and hand back what came."""
+        if self._pending is not None:
+            raise NotPlainError(f"layer {self._pending} updates the cache but has its own attention code")
+        if key.dim() != 4 or key.shape[0] != 1 or value.dim() != 4 or key.shape[2] != value.shape[2]:
+            raise NotPlainError(f"layer {layer} caches tensors of shape {tuple(key.shape)} and {tuple(value.shape)}")
+        self.dtype = self.dtype or key.dtype
+        if key.dtype != self.dtype or value.dtype != self.dtype:
+            raise NotPlainError(f"layer {layer} caches {key.dtype} and {value.dtype} where others use {self.dtype}")
+        if layer in self._shapes:
+            raise NotPlainError(f"layer {layer} updates the cache twice in one pass")
+        self._shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
+        if value.shape[1] != key.shape[1]:
+            raise NotPlainError(f"layer {layer} has {key.shape[1]} key and {value.shape[1]} value heads")
+        self._pending = layer
+        self._owners[id(key)] = layer
+        self._held.append(key)
+        return key, value
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """Attend plainly, and write down what the layer asked for."""
+        if mask is not None:
+            raise NotPlainError(f"{type(module).__name__} brings its own attention mask")
+        if options.get("is_causal", getattr(module, "is_causal", True)) is False:
+            raise NotPlainError(f"{type(module).__name__} is not causal")
+        unknown = [name for name, option in options.items() if name not in _HARMLESS and isinstance(option, Tensor)]
+        if unknown:
+            raise NotPlainError(f"{type(module).__name__} passes {', '.join(unknown)} to its attention function")
+        call = AttentionCall(module, query, scaling, options)
+        owner = self._owners.get(id(key))
+        is_gathered = owner is None
+        layer = owner if owner is not None else self._pending
+        if layer is None:
+            raise NotPlainError(f"{type(module).__name__} attends to keys that did not come from the cache")
+        self._pending = None
+        num_kv_heads, key_dim, value_dim = self._shapes[layer]
+        spec = LayerSpec(
+            layer,
+            query.shape[1],
+            num_kv_heads,
+            key_dim,
+            value_dim,
+            call.scaling,
+            call.window,
+            call.softcap,
+            call.sinks is not None,
+            is_gathered,
+        )
+        known = self.specs.setdefault(layer, spec)
+        if known.window != spec.window:
+            raise NotPlainError(f"layer {layer} is attended to with windows {known.window} and {spec.window}")
+        if known != spec:
+            # Two users of one layer's keys (shared keys) with different settings: each call brings its own.
+            self.specs[layer] = known._replace(is_gathered=known.is_gathered or spec.is_gathered)
+        self.attending_modules.add(id(module))
+        return _plain_attention(call, query, key, value)
+
+    def check_finished(self) -> None:
+        """Raise when the last update was never attended to."""
+        if self._pending is not None:
+            raise NotPlainError(f"layer {self._pending} updates the cache but has its own attention code")
+        if not self.specs:
+            raise NotPlainError("no layer uses the cache and the attention interface")
+
+
+def _plain_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend for one request from position 0: query [1, H, T, D] -> [1, T, H, Dv]."""
+    num_kv_heads = key.shape[1]
+    spec = LayerSpec(0, query.shape[1], num_kv_heads, key.shape[3], value.shape[3], call.scaling, softcap=call.softcap)
+    q = query.reshape(1, num_kv_heads, -1, query.shape[2], query.shape[3])  # [1, K, G, T, D]
+    mask = additive(causal_mask(0, query.shape[2], 0, key.shape[2], call.window, query.device), query.dtype)
+    out = explicit_attention(spec, q, key, value, mask, call.sinks)
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+class PagedHandler:
+    """Handler of a step: keys go to pages, attention goes to the backend."""
+
+    __slots__ = ("_backend", "_batch", "_cache", "_held", "_metadata", "_owners", "_pending", "_specs")
+
+    def __init__(
+        self, backend: AttentionBackend, cache: PagedCache, specs: Mapping[int, LayerSpec], batch: StepBatch
+    ) -> None:
+        self._backend = backend
+        self._cache = cache
+        self._specs = specs
+        self._batch = batch
+        self._metadata: dict[int, Any] = {}
+        self._owners: dict[int, int] = {}
+        self._held: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._pending = -1
+
+    def _group_metadata(self, group: int) -> Any:
+        metadata = self._metadata.get(group)
+        if metadata is None:
+            metadata = self._metadata[group] = self._backend.prepare(self._batch, group)
+        return metadata
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Write keys and values [1, K, T, D] to their pages; return them, or all of them where the layer needs all."""
+        group = self._cache.group_of_layer[layer]
+        storage = self._cache.storage[layer]
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, K, D]
+        metadata = self._group_metadata(group)
+        self._backend.write(storage, metadata, k, v)
+        self._pending = layer
+        if self._specs[layer].is_gathered:
+            all_keys, all_values = self._backend.gather(storage, metadata)
+            return all_keys.unsqueeze(0), all_values.unsqueeze(0)
+        # Keys are recognised by identity; held, so that no id is used twice within the step.
+        self._owners[id(key)] = layer
+        self._held.append((key, k, v))
+        return key, value
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        options: Mapping[str, Any],
+    ) -> Tensor:
+        """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
+        call = AttentionCall(module, query, scaling, options)
+        q = query[0].transpose(0, 1)  # [T, H, D]
+        layer = self._owners.get(id(key))
+        if layer is None:
+            spec = self._specs[self._pending]
+            group = self._cache.group_of_window[call.window]
+            spec = spec._replace(
+                window=call.window,
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                key_dim=key.shape[3],
+                value_dim=value.shape[3],
+                scaling=call.scaling,
+                softcap=call.softcap,
+            )
+            metadata = self._group_metadata(group)
+            out = self._backend.attend_gathered(spec, metadata, q, key[0], value[0], call.sinks)
+            return out.unsqueeze(0)
+        spec = self._specs[layer]
+        if spec.scaling != call.scaling or spec.softcap != call.softcap:
+            spec = spec._replace(scaling=call.scaling, softcap=call.softcap)
+        metadata = self._group_metadata(self._cache.group_of_layer[layer])
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        out = self._backend.attend(spec, self._cache.storage[layer], metadata, q, k, v, call.sinks)
+        return out.unsqueeze(0)
