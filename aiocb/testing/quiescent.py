@@ -76,6 +76,8 @@ async def settle(engine: Engine) -> None:
     if session is not None:
         await _barrier(session)
         await _barrier(session)
+        for _ in range(3):  # passes in which this loop's dispatcher hands out what has arrived in it
+            await asyncio.sleep(0)
 
 
 async def _barrier(session: Session, look: Callable[[EngineCore], object] | None = None) -> None:

@@ -310,12 +310,14 @@ async def test_a_paused_request_is_left_and_finished() -> None:
 
 async def test_samples_are_held_back_together() -> None:
     async with running() as setup:
-        async with setup.engine.stream([1], n=3, max_new_tokens=30, max_unread_tokens=6, temperature=1.0) as stream:
-            await spin(lambda: setup.engine.stats().num_requests_paused == 3)
-            counts = [0, 0, 0]
-            async for chunk in stream:
-                counts[chunk.index] += len(chunk.token_ids)
-            assert counts == [30, 30, 30]
+        options: dict[str, Any] = {"n": 3, "max_new_tokens": 30, "max_unread_tokens": 6, "temperature": 1.0}
+        stream = setup.engine.stream([1], **options)
+        await stream.__aenter__()
+        await spin(lambda: setup.engine.stats().num_requests_paused == 3)
+        counts = [0, 0, 0]
+        async for chunk in stream:
+            counts[chunk.index] += len(chunk.token_ids)
+        assert counts == [30, 30, 30]
 
 
 async def test_a_reader_without_a_bound_gets_everything_merged() -> None:
