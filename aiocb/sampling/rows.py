@@ -43,7 +43,7 @@ def row_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def per_block(rows: Tensor, reduction: str) -> Tensor:
     """Reduce each block of a row, [N, V] to [N, ceil(V / B)]; "amax" or "sum"."""
     num_blocks, rest = divmod(rows.shape[1], BLOCK)
-    whole = rows[:, : num_blocks * BLOCK].view(-1, num_blocks, BLOCK)
+    whole = rows[:, : num_blocks * BLOCK].view(len(rows), num_blocks, BLOCK)
     parts = [whole.amax(dim=2) if reduction == "amax" else whole.sum(dim=2)]
     if rest:
         tail = rows[:, num_blocks * BLOCK :]
@@ -51,15 +51,15 @@ def per_block(rows: Tensor, reduction: str) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def parts(rows: Tensor, logits: Tensor) -> Iterator[slice | Tensor]:
-    """Split row indices so that temporaries as wide as the vocabulary stay in the processor's cache.
+def parts(rows: Tensor, logits: Tensor, width: int) -> Iterator[slice | Tensor]:
+    """Split row indices of `logits` so that temporaries of `width` values per row stay in the processor's cache.
 
     They are then served from memory that is already mapped, too: fresh pages cost more than the arithmetic. All rows
     come as slices, which index without a copy.
     """
     size = len(rows)
     if logits.device.type == "cpu":
-        size = max(1, _PART_VALUES * torch.get_num_threads() // logits.shape[1])
+        size = max(1, _PART_VALUES * torch.get_num_threads() // width)
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
         yield part if len(rows) == len(logits) else rows[part]

@@ -42,7 +42,7 @@ def select(logits: Tensor, params: SelectionParams, uniforms: Tensor | None) -> 
             logits, maxima = logits.clamp(max=_HIGHEST), maxima.clamp(max=_HIGHEST)
         rows = params.whole_rows
         if len(rows):
-            for part in parts(rows, logits):
+            for part in parts(rows, logits, logits.shape[1]):
                 drawn = _draw_whole(logits[part], maxima[part], params.temperature[part], uniforms[part])
                 token_ids[part] = drawn
         rows = params.truncated_rows

@@ -33,7 +33,7 @@ from aiocb.sampling_params import SamplingParams
 
 __all__ = ["Candidates", "Kept", "SelectionParams", "is_truncated", "iterate_kept", "sorted_candidates"]
 
-_WIDTHS = (256, 1024, 4096)
+_WIDTHS = (256, 1024, 4096, 12288)
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -142,15 +142,16 @@ def iterate_kept(logits: Tensor, maxima: Tensor, params: SelectionParams) -> Ite
     if not usable.all():
         logits = torch.where(usable[:, None], logits, 0.0)
         maxima = torch.where(usable, maxima, 0.0)
+    masses = _masses(logits, maxima, params)
     pending = torch.arange(num_rows, device=logits.device)
     for width in (*_WIDTHS, vocab_size):
         if width * 3 > vocab_size and width != vocab_size:
             continue
         undone: list[Tensor] = []
-        for part in parts(pending, logits) if width == vocab_size else (slice(None),):
+        for part in parts(pending, logits, min(3 * width, vocab_size)):
             rows = pending[part] if isinstance(part, slice) else part
             chosen = params if len(rows) == num_rows else params.subset(rows)
-            kept = _truncate(take(logits, rows), maxima[rows], chosen, width)
+            kept = _truncate(take(logits, rows), maxima[rows], chosen, width, _Masses(*(one[rows] for one in masses)))
             done = kept.is_complete
             if done.all():
                 yield rows, kept
@@ -163,7 +164,38 @@ def iterate_kept(logits: Tensor, maxima: Tensor, params: SelectionParams) -> Ite
         pending = torch.cat(undone)
 
 
-def _truncate(logits: Tensor, maxima: Tensor, params: SelectionParams, width: int) -> Kept:
+class _Masses(NamedTuple):
+    """What is known of the whole vocabulary of each row.
+
+    Attributes:
+        is_needed: rows whose truncation refers to all tokens, not to what top_k or min_p left, [N] bool.
+        total: sum of exp((logit - maximum) / temperature) where needed, [N] float64.
+        entropy: of the shares, where typical_p needs it, [N] float64.
+    """
+
+    is_needed: Tensor
+    total: Tensor
+    entropy: Tensor
+
+
+def _masses(logits: Tensor, maxima: Tensor, params: SelectionParams) -> _Masses:
+    """One softmax over the rows that need it; its largest value tells the total."""
+    nucleus, typical = params.top_p < 1.0, params.typical_p != 1.0
+    is_needed = (nucleus | typical) & (params.top_k == 0) & (params.min_p == 0.0)
+    total = torch.ones_like(params.top_p)
+    entropy = torch.zeros_like(params.top_p)
+    rows = is_needed.nonzero()[:, 0]
+    for part in parts(rows, logits, logits.shape[1]):
+        shares = probabilities(logits[part], maxima[part], params.temperature[part])
+        total[part] = shares.amax(dim=1).to(torch.float64).reciprocal()
+        if (typical[part] & ~nucleus[part]).any():
+            # Block sums and then a cumulative sum: a plain sum of one row depends on the number of threads.
+            sums = per_block(torch.special.entr(shares), "sum")
+            entropy[part] = sums.cumsum(dim=1, dtype=torch.float64)[:, -1]
+    return _Masses(is_needed, total, entropy)
+
+
+def _truncate(logits: Tensor, maxima: Tensor, params: SelectionParams, width: int, masses: _Masses) -> Kept:
     """Apply top_k, min_p, top_p and typical_p to the `width` (or some more) largest values of each row."""
     values, ids, counts, has_all = sorted_candidates(logits, width)
     size = values.shape[1]
@@ -184,49 +216,29 @@ def _truncate(logits: Tensor, maxima: Tensor, params: SelectionParams, width: in
     is_inside = has_all | ((params.top_k > 0) & (params.top_k <= counts)) | ~keep.gather(1, last)[:, 0]
     is_complete = is_inside
     nucleus, typical = params.top_p < 1.0, params.typical_p != 1.0
-    totals = cumulative[:, -1]
-    entropy = None
-    # These need the mass of the whole vocabulary: what is not a candidate counts, too.
-    is_open = (nucleus | typical) & ~is_inside & (params.top_k == 0) & (params.min_p == 0.0)
-    if is_open.any():
-        rows = is_open.nonzero()[:, 0]
-        needs_entropy = bool((is_open & typical & ~nucleus).any())
-        mass, whole_entropy = _mass(logits, maxima, params.temperature, rows, needs_entropy=needs_entropy)
-        totals = totals.index_copy(0, rows, mass)
-        if needs_entropy:
-            entropy = torch.full_like(totals, math.nan).index_copy(0, rows, whole_entropy)
+    # Open: what is not a candidate counts, too.
+    is_open = masses.is_needed & ~is_inside
     if nucleus.any():
+        totals = torch.where(is_open, masses.total, cumulative[:, -1])
         within = (cumulative - weights) < (params.top_p * totals)[:, None]
         keep &= within | (position == 0) | ~nucleus[:, None]
         weights = torch.where(keep, weights, 0.0)
         is_complete = is_inside | (is_open & nucleus & ~keep.gather(1, last)[:, 0])
     if typical.any():
         is_open &= typical & ~nucleus
-        totals = torch.where(is_open, totals, weights.cumsum(dim=1)[:, -1])
-        weights, is_within = _keep_typical(weights, log_weights, totals, entropy, is_open, last, params.typical_p)
+        totals = torch.where(is_open, masses.total, weights.cumsum(dim=1)[:, -1])
+        weights, is_within = _keep_typical(
+            weights, log_weights, totals, masses.entropy, is_open, last, params.typical_p
+        )
         is_complete = torch.where(is_open, is_within, is_complete)
     return Kept(ids, log_weights, weights, is_complete & (counts > 0))
-
-
-def _mass(
-    logits: Tensor, maxima: Tensor, temperature: Tensor, rows: Tensor, *, needs_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Sum of exp((logit - maximum) / temperature) over the vocabulary, and the entropy, of some rows, both float64."""
-    masses, entropies = [], []
-    for part in parts(rows, logits):
-        shares = probabilities(logits[part], maxima[part], temperature[part])
-        masses.append(shares.amax(dim=1).to(torch.float64).reciprocal())
-        if needs_entropy:
-            # Block sums and then a cumulative sum: a plain sum of one row depends on the number of threads.
-            entropies.append(per_block(torch.special.entr(shares), "sum").cumsum(dim=1, dtype=torch.float64)[:, -1])
-    return torch.cat(masses), torch.cat(entropies) if needs_entropy else masses[0][:0]
 
 
 def _keep_typical(
     weights: Tensor,
     log_weights: Tensor,
     totals: Tensor,
-    whole_entropy: Tensor | None,
+    whole_entropy: Tensor,
     is_open: Tensor,
     last: Tensor,
     typical_p: Tensor,
@@ -250,8 +262,7 @@ def _keep_typical(
     shares = weights / totals[:, None]
     # Where a share is 0 its logarithm may be -inf; their product counts as 0.
     entropy = -torch.where(present, shares * log_shares, 0.0).cumsum(dim=1)[:, -1:]
-    if whole_entropy is not None:
-        entropy = torch.where(is_open[:, None], whole_entropy[:, None], entropy)
+    entropy = torch.where(is_open[:, None], whole_entropy[:, None], entropy)
     surplus = (-log_shares - entropy).to(torch.float32)
     distance = torch.where(present, surplus.abs(), math.inf)
     size = weights.shape[1]
@@ -282,7 +293,7 @@ def sorted_candidates(logits: Tensor, width: int) -> Candidates:
 
     stride = vocab_size // (3 * width)
     num_groups = vocab_size // stride
-    groups = logits[:, : stride * num_groups].view(-1, stride, num_groups).amax(dim=1)  # [N, G]
+    groups = logits[:, : stride * num_groups].view(num_rows, stride, num_groups).amax(dim=1)  # [N, G]
     tail = logits[:, stride * num_groups :]
     if tail.shape[1]:
         head = torch.maximum(groups[:, : tail.shape[1]], tail)
@@ -293,6 +304,7 @@ def sorted_candidates(logits: Tensor, width: int) -> Candidates:
     flat = _flat_nonzero(logits >= threshold.clamp(min=_LOWEST)[:, None])
     row = flat // vocab_size
     counts = torch.bincount(row, minlength=num_rows)
+    has_all |= counts == vocab_size
     # Many equal values at the threshold would widen every row: such a row is left to the next width.
     too_many = counts > 8 * width
     if too_many.any():
