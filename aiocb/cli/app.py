@@ -151,7 +151,8 @@ def info(
 )
 def bench(context: typer.Context) -> None:
     """Measure: overhead, kernels, throughput (see `aiocb bench --help`)."""
-    group: typer.Typer = importlib.import_module("aiocb.bench.cli").app
+    with report_errors(False):
+        group: typer.Typer = importlib.import_module("aiocb.bench.cli").app
     group(args=list(context.args), prog_name="aiocb bench")
 
 

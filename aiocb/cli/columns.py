@@ -55,9 +55,7 @@ class Columns:
 
     def _row(self, columns: list[Column], most: int | None) -> RenderableType:
         width = self._console.width // self._num_columns
-        bodies = [self._lines(column, width - _FRAME) for column in columns]
-        if most is not None:
-            bodies = [lines[-most:] for lines in bodies]
+        bodies = [self._lines(column, max(1, width - _FRAME), most) for column in columns]
         height = max(_MIN_BODY, *map(len, bodies)) + 2
         grid = Table.grid()
         for _ in range(self._num_columns):
@@ -66,7 +64,7 @@ class Columns:
             *(
                 Panel(
                     Text("\n").join(lines),
-                    title=Text(printable(column.title).replace("\n", " "), overflow="ellipsis", no_wrap=True),
+                    title=Text(column.label),
                     title_align="left",
                     subtitle=Text(_status(column)),
                     subtitle_align="right",
@@ -78,11 +76,18 @@ class Columns:
         )
         return grid
 
-    def _lines(self, column: Column, width: int) -> list[Text]:
-        text = Text(printable(column.text).strip("\n"))
+    def _lines(self, column: Column, width: int, most: int | None) -> list[Text]:
+        """The prompt in bold, then the answer; at most `most` lines: the prompt's first, the answer's last."""
+        prompt = Text(printable(column.prompt).strip("\n"), style="bold").wrap(self._console, width)
+        answer = Text(printable(column.text).strip("\n"))
         if column.error is not None:
-            text.append(f"\n{printable(column.error)}" if text else printable(column.error), style="red")
-        return list(text.wrap(self._console, max(width, 1)))
+            answer.append(f"\n{printable(column.error)}" if answer else printable(column.error), style="red")
+        lines = list(answer.wrap(self._console, width)) if answer else []
+        if most is None:
+            return [*prompt, *lines]
+        head = list(prompt[: max(1, most // 3)])
+        rest = most - len(head)
+        return [*head, *lines[-rest:]]
 
 
 def _status(column: Column) -> str:

@@ -37,10 +37,9 @@ class Column:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def title(self) -> str:
-        """Number, temperature and prompt."""
-        temperature = "" if self.temperature is None else f" (temperature {self.temperature:g})"
-        return f"[{self.number}]{temperature} {self.prompt}"
+    def label(self) -> str:
+        """Number and temperature."""
+        return f"[{self.number}]" + ("" if self.temperature is None else f" (temperature {self.temperature:g})")
 
 
 class Run:
@@ -141,7 +140,13 @@ async def _show_plain(columns: list[Column]) -> None:
     for column in columns:
         await column.done.wait()
         ending = f"error: {column.error}" if column.error is not None else ""
-        print(column.title, *filter(None, (column.text.strip("\n"), ending)), "", sep="\n", flush=True)
+        print(
+            f"{column.label} {column.prompt}",
+            *filter(None, (column.text.strip("\n"), ending)),
+            "",
+            sep="\n",
+            flush=True,
+        )
 
 
 def summarize(columns: list[Column], seconds: float) -> str:
