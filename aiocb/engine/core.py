@@ -67,6 +67,7 @@ class EngineCore:
         self._room_watchers: set[Bridge] = set()
         self._num_told: int | None = None
         self._touched: list[Bridge] = []
+        self._calls: list[Callable[[EngineCore], object]] = []
         self._last_step_at: float | None = None
 
     # ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -97,6 +98,8 @@ class EngineCore:
             self.check_invariants()
         self._tell_room_watchers()
         self._flush()
+        while self._calls:
+            self._calls.pop(0)(self)
 
     @property
     def has_work(self) -> bool:
@@ -222,8 +225,8 @@ class EngineCore:
             reload_weights()
 
     def call(self, operation: Callable[[EngineCore], object]) -> None:
-        """Run a function between two steps (for tests and tools)."""
-        operation(self)
+        """Run a function when what was asked for before it has been done and delivered (for tests and tools)."""
+        self._calls.append(operation)
 
     def end_all(self, make_error: Callable[[], Exception]) -> None:
         """End every stream with an error of its own, now, whatever state the scheduler is in."""

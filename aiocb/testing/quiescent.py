@@ -42,7 +42,6 @@ async def assert_quiescent(engine: Engine) -> None:
     worker = session.worker
     found: list[str] = []
     if worker.state in ("running", "draining") and not worker.is_stopping:
-        await _barrier(session)
         await _barrier(session, lambda core: found.extend(_inspect(core)))
     else:
         worker.join(_TIMEOUT_S)
@@ -75,13 +74,12 @@ async def settle(engine: Engine) -> None:
     session = engine._session
     if session is not None:
         await _barrier(session)
-        await _barrier(session)
         for _ in range(3):  # passes in which this loop's dispatcher hands out what has arrived in it
             await asyncio.sleep(0)
 
 
 async def _barrier(session: Session, look: Callable[[EngineCore], object] | None = None) -> None:
-    """One command through the inbox. What the worker delivered in the step *before* it has then reached this loop."""
+    """One command through the inbox. What the worker did before it has then reached this loop."""
     done = Signal()
     errors: list[BaseException] = []
 
