@@ -182,7 +182,7 @@ def _plain_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Ten
     q = query.reshape(1, num_kv_heads, -1, query.shape[2], query.shape[3])  # [1, K, G, T, D]
     mask = additive(causal_mask(0, query.shape[2], 0, key.shape[2], call.window, query.device), query.dtype)
     out = explicit_attention(spec, q, key, value, mask, call.sinks)
-    return out.flatten(1, 2).transpose(1, 2)
+    return out.flatten(1, 2).transpose(1, 2).contiguous()
 
 
 class PagedHandler:
@@ -252,11 +252,11 @@ class PagedHandler:
             )
             metadata = self._group_metadata(group)
             out = self._backend.attend_gathered(spec, metadata, q, key[0], value[0], call.sinks)
-            return out.unsqueeze(0)
+            return out.contiguous().unsqueeze(0)
         spec = self._specs[layer]
         if spec.scaling != call.scaling or spec.softcap != call.softcap:
             spec = spec._replace(scaling=call.scaling, softcap=call.softcap)
         metadata = self._group_metadata(self._cache.group_of_layer[layer])
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         out = self._backend.attend(spec, self._cache.storage[layer], metadata, q, k, v, call.sinks)
-        return out.unsqueeze(0)
+        return out.contiguous().unsqueeze(0)
