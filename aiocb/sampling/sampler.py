@@ -82,6 +82,7 @@ class Sampler:
         self._device = torch.device(device)
         self._states: dict[int, RequestState] = {}
         self._batch: _Batch | None = None
+        self._buffer: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"<Sampler [{len(self._states)} requests with state]>"
@@ -195,7 +196,7 @@ class Sampler:
         if batch.stage is None:
             work = logits.to(torch.float32)
         else:
-            work = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            work = self._copy(logits)
             histories = [(entry.tokens, length) for entry, length in zip(entries, lengths, strict=True)]
             for row, error in process(work, batch.stage, histories).items():
                 errors[entries[row].request_id] = error
@@ -213,6 +214,16 @@ class Sampler:
         if batch.logprob_rows:
             logprobs = self._logprobs(logits, work, entries, batch, chosen, errors)
         return chosen, logprobs
+
+    def _copy(self, logits: Tensor) -> Tensor:
+        """Copy logits to be processed, [N, V] float32, valid until the next step."""
+        num_rows, vocab_size = logits.shape
+        if self._buffer is None or len(self._buffer) < num_rows:
+            # Kept, because fresh pages for it would cost more than all of the processing. An ordinary tensor, because
+            # one that was made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                self._buffer = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
+        return self._buffer[:num_rows].copy_(logits)
 
     def _logprobs(
         self,

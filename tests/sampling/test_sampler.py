@@ -93,13 +93,14 @@ def test_a_row_does_not_depend_on_its_batch(vocab_size: int, data: st.DataObject
 def test_threads_do_not_change_a_row() -> None:
     """Where torch.sum splits a single wide row among threads, and rounds otherwise than in a batch."""
     vocab_size = 40_000
-    logits = peaked_logits(len(MENU), vocab_size, scale=2.0)
-    requests = [Request(number, params(vocab_size, **values), seed=number) for number, values in enumerate(MENU)]
+    menu = [MENU[number] for number in (0, 1, 4, 7, 8, 11, 14, 15)]
+    logits = peaked_logits(len(menu), vocab_size, scale=2.0)
+    requests = [Request(number, params(vocab_size, **values), seed=number) for number, values in enumerate(menu)]
     want = step(Sampler(vocab_size), requests, logits)
     torch.set_num_threads(2)
     for row, request in enumerate(requests):
         alone = step(Sampler(vocab_size), [request], logits[row : row + 1])
-        assert outcome(alone, 0) == outcome(want, row), MENU[row]
+        assert outcome(alone, 0) == outcome(want, row), menu[row]
 
 
 def test_mixed_batches_with_a_random_finish_order_equal_solo_runs() -> None:
@@ -461,10 +462,12 @@ def test_the_native_seam_gets_processed_rows_and_decides() -> None:
     assert list(result.errors) == [1]
 
 
-def test_logits_made_under_inference_mode_are_taken() -> None:
-    with torch.inference_mode():
-        logits = peaked_logits(len(MENU), 2000)
+def test_inference_mode_may_change_between_steps() -> None:
     requests = [Request(number, params(2000, **values)) for number, values in enumerate(MENU)]
-    assert step(Sampler(2000), requests, logits).errors is None
-    with torch.inference_mode():
-        assert step(Sampler(2000), requests, logits).errors is None
+    for first in (True, False):
+        sampler = Sampler(2000)
+        for mode in (first, not first, first):
+            with torch.inference_mode(mode):
+                logits = peaked_logits(len(MENU), 2000)
+                assert step(sampler, requests, logits).errors is None
+            assert step(sampler, requests, logits).errors is None

@@ -130,7 +130,7 @@ def test_argmax_is_the_first_maximum(num_rows: int, vocab_size: int, seed: int, 
         assert int(token_ids[row]) == values.index(max(values))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 4), st.sampled_from([1, 40, 2000, 9001]), st.integers(0, 2**20), st.integers(1, 600))
 def test_candidates_are_the_sorted_head_of_each_row(num_rows: int, vocab_size: int, seed: int, width: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -139,7 +139,8 @@ def test_candidates_are_the_sorted_head_of_each_row(num_rows: int, vocab_size: i
     width = min(width, vocab_size)
     found = sorted_candidates(logits, width)
     for row in range(num_rows):
-        order = sorted(range(vocab_size), key=lambda token, row=row: (-float(logits[row, token]), token))  # type: ignore[misc]
+        values = logits[row].tolist()
+        order = sorted(range(vocab_size), key=[-value for value in values].__getitem__)  # a stable sort
         count = int(found.counts[row])
         finite = int((logits[row] > -math.inf).sum())
         if count:
@@ -216,7 +217,7 @@ def chi_square(observed: Tensor, expected: Tensor) -> tuple[float, int]:
 def test_draws_follow_the_distribution(values: dict[str, Any], vocab_size: int) -> None:
     row = peaked_logits(1, vocab_size, seed=3, scale=2.0)
     sampling = params(vocab_size, temperature=0.9, **values)
-    num_draws = 20_000
+    num_draws = 8_000
     generator = torch.Generator().manual_seed(11)
     uniforms = torch.rand(num_draws, dtype=torch.float64, generator=generator)
     counts = torch.zeros(vocab_size, dtype=torch.float64)
