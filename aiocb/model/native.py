@@ -281,7 +281,7 @@ def create_native_runner(
     threads = num_threads or default_num_threads()
     layout = _layout(description, num_blocks, cache_bytes)
     try:
-        native = build_native_model(loaded, description, layout, threads, cores, level)
+        native = build_native_model(loaded, description, layout, threads, cores, level, copy_embedding=own_model)
     except KernelError as error:
         return str(error)
     dtype = str(description.embedding.dtype).removeprefix("torch.")
@@ -297,7 +297,7 @@ def create_native_runner(
             return f"the native step differs from the module's forward (relative error {distance:.2g} > {tolerance:g})"
         notes["parity"] = f"relative error {distance:.1e} against the module's own forward on {_PROBE_TOKENS} tokens"
     if own_model:
-        _free(model, description.embedding)
+        _free(model)
     return runner
 
 
@@ -402,11 +402,10 @@ def _module_logits(model: Any, ids: Tensor) -> Tensor:
         model.train(was_training)
 
 
-def _free(model: nn.Module, keep: Tensor) -> None:
-    """Drop the module's weights; only the embedding is still read."""
+def _free(model: nn.Module) -> None:
+    """Drop the module's weights."""
     import torch
 
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.data_ptr() != keep.data_ptr():
-                parameter.data = torch.empty(0, dtype=parameter.dtype)
+            parameter.data = torch.empty(0, dtype=parameter.dtype)

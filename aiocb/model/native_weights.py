@@ -29,8 +29,11 @@ def build_native_model(
     num_threads: int,
     cores: Sequence[int] | None,
     level: str | None,
+    copy_embedding: bool,
 ) -> NativeModel:
     """Pack all weights and reserve the cache.
+
+    With `copy_embedding` nothing of the module is read afterwards; else its embedding is borrowed.
 
     Raises:
         KernelError: the kernels do not support a shape of the model.
@@ -66,7 +69,8 @@ def build_native_model(
     for name, values in d.final_vectors.items():
         native.set_vector(-1, name, _floats(values))
     _pack(native, -1, "head", d.head, weight_format)
-    embedding = d.embedding.detach().contiguous()
+    # A copy also lets go of the file mapping that all weights of a safetensors file share.
+    embedding = d.embedding.detach().clone() if copy_embedding else d.embedding.detach().contiguous()
     native.set_embedding(embedding.data_ptr(), embedding)
     return native
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from aiocb.kernels import KernelUnavailable, Library, load
 
@@ -11,6 +14,15 @@ def library() -> Library:
     if isinstance(loaded, KernelUnavailable):
         pytest.skip(loaded.reason)
     return loaded
+
+
+@pytest.fixture(autouse=True, scope="package")
+def _one_torch_thread() -> Iterator[None]:
+    """Torch's idle OpenMP threads spin, and tiny models gain nothing from them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
