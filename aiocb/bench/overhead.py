@@ -84,7 +84,7 @@ async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> dic
 
     async with engine:
         tasks = [asyncio.ensure_future(read(index)) for index in range(num_streams)]
-        while engine.stats().num_requests_running < num_streams:
+        while engine.stats().num_requests_running < num_streams:  # noqa: ASYNC110
             await asyncio.sleep(0)
         queued = [engine.stream([5], max_new_tokens=2, priority=1) for _ in range(num_queued)]
         for stream in queued:

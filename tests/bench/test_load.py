@@ -1,0 +1,81 @@
+"""Summaries of the load benchmark, and a whole run over a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import aiocb
+from aiocb.bench.cli import app, draw
+from aiocb.bench.load import Arrival, Measured, measure, medians, quantile, summary
+from aiocb.bench.overhead import LockstepRunner
+from aiocb.bench.overhead import measure as measure_overhead
+from aiocb.sampling_params import ModelDefaults
+
+
+def test_summary_counts_and_times() -> None:
+    results = [Measured(0.0, [0.1, 0.2, 0.4]), Measured(1.0, [1.3])]
+    row = summary(results, 2.0)
+    assert row["output_tokens"] == 4
+    assert row["output_tokens_per_s"] == 2.0
+    assert row["ttft_p50_ms"] == pytest.approx(200.0)
+    assert row["itl_p50_ms"] == pytest.approx(150.0)
+
+
+def test_quantile() -> None:
+    assert quantile([], 0.5) is None
+    assert quantile([3.0], 0.99) == 3.0
+    assert quantile([4.0, 1.0, 2.0, 3.0], 0.5) == 2.5
+
+
+def test_medians_field_by_field() -> None:
+    assert medians([{"a": 1, "b": "x"}, {"a": 5, "b": "x"}, {"a": 2, "b": "x"}]) == {"a": 2, "b": "x"}
+
+
+def test_measure_delivers_every_token() -> None:
+    async def main() -> None:
+        engine = aiocb.Engine.from_runner(lambda _: LockstepRunner(64, lockstep=False), ModelDefaults(32_000, 1 << 20))
+        async with engine:
+            row = await measure(engine, [Arrival(0.0, [1, 2], 5), Arrival(0.001, [3], 3)])
+        assert row["output_tokens"] == 8
+        assert row["requests"] == 2
+        assert row["wakeups_per_step"] <= 1.5
+
+    asyncio.run(main())
+
+
+def test_overhead_reads_one_chunk_per_token() -> None:
+    row = asyncio.run(measure_overhead(8, 20))
+    assert row["streams"] == 8
+    assert row["chunks_per_s"] > 0
+
+
+def test_overhead_with_a_queue() -> None:
+    row = asyncio.run(measure_overhead(4, 20, num_queued=50))
+    assert row["queued"] == 50
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    rows = [
+        {"rate": rate, "ttft_p50_ms": 1.0, "ttft_p99_ms": 2.0, "itl_p50_ms": 3.0, "itl_p99_ms": 4.0}
+        for rate in (1.0, 2.0)
+    ]
+    draw(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.model
+def test_offline_command_writes_json(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    result = CliRunner().invoke(
+        app,
+        ["offline", "--requests", "3", "--prompt-len", "8", "16", "--new-len", "2", "4", "--repeats", "1"]
+        + ["--json", str(target)],
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads(target.read_text())
+    assert record["rows"][0]["output_tokens"] >= 6
