@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
 import transformers
-from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from aiocb.compat.transformers.entry import enable
 
@@ -14,25 +14,42 @@ __all__ = ["AutoModelForCausalLM"]
 
 logger = logging.getLogger("aiocb")
 
-_FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-
 
 class AutoModelForCausalLM(transformers.AutoModelForCausalLM):
     """transformers' class of that name; its models have `generate_batch` and the like from `aiocb`.
 
-    An `attn_implementation` of flash-attn that is not installed is left out with a warning instead of refused: the
-    engine brings its own attention, this one only serves the model's other uses.
+    An `attn_implementation` that cannot be had (flash-attn is not installed, the architecture does not know it) is left
+    out with a warning instead of refused, and `"paged|eager"` is `"eager"`: the engine brings its own attention, this
+    one serves the model's other uses.
     """
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """Load a model as transformers does, then `enable` it."""
-        is_available = _FLASH.get(str(kwargs.get("attn_implementation")))
-        if is_available is not None and not is_available():
-            logger.warning("%s is not installed: the model's own default is used", kwargs.pop("attn_implementation"))
-        return enable(super().from_pretrained(*args, **kwargs))
+        return enable(_with_attention(super().from_pretrained, args, kwargs))
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         """Build a model as transformers does, then `enable` it."""
-        return enable(super().from_config(*args, **kwargs))  # type: ignore[no-untyped-call]
+        build: Any = super().from_config
+        # A refused attention stays in the config: try with a copy, so that the second attempt is a clean one.
+        return enable(_with_attention(lambda config, **options: build(copy.deepcopy(config), **options), args, kwargs))
+
+
+def _with_attention(load: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    implementation = kwargs.pop("attn_implementation", None)
+    if implementation is None:
+        return load(*args, **kwargs)
+    if implementation == "paged|eager":
+        implementation = "eager"
+    try:
+        return load(*args, attn_implementation=implementation, **kwargs)
+    except (ImportError, ValueError) as error:
+        try:
+            model = load(*args, **kwargs)
+        except Exception:
+            raise error from None  # something else was wrong
+        logger.warning(
+            "attn_implementation=%r cannot be had, the model's own default is used: %s", implementation, error
+        )
+        return model

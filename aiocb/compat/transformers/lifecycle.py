@@ -128,6 +128,8 @@ class Lifecycle:
                 self._is_held = True
                 session.hold()
             self.warmed_up = True
+        if is_new:
+            session.held.wait()
 
     def start(self) -> None:
         """Start the background thread, or start it again after `stop`; returns when it can serve.
@@ -215,9 +217,12 @@ class Lifecycle:
                     logger.warning("the manager is still finishing its requests after %s s", timeout)
                     return
                 self._changed.wait(remaining)
-            last = self._last if self._last is not self._session else None
-        if last is not None:
-            last.worker.join(None if deadline is None else max(deadline - time.monotonic(), 0.1))
+            last, is_kept = self._last, self._last is self._session
+        rest = None if deadline is None else max(deadline - time.monotonic(), 0.1)
+        if last is not None and is_kept:
+            last.held.wait(rest)  # the model is free from here on
+        elif last is not None:
+            last.worker.join(rest)
 
     def destroy(self) -> None:
         """Stop if it is running, and give everything back. Idempotent; the manager cannot be started again.

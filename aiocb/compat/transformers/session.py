@@ -98,6 +98,9 @@ class ThreadSession(Session):
         source, config: as for `Session`.
         router: where outputs go.
         on_exit: called in the worker thread as its last act.
+
+    Attributes:
+        held: set once the latest `hold` has taken effect.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class ThreadSession(Session):
         self._listener = on_exit
         self._lock = router.lock
         self._num_holds = 0
-        self._held = threading.Event()
+        self.held = threading.Event()
         self._mode = _EvalMode(source.model)
 
     def open(self) -> None:
@@ -213,9 +216,9 @@ class ThreadSession(Session):
         with self._lock:
             self._num_holds += 1
             if self._num_holds == 1:
-                self._held = held = threading.Event()
+                self.held = held = threading.Event()
                 self.put((EngineCore.pause, lambda: self._on_held(held)))
-            return self._held
+            return self.held
 
     def release(self) -> None:
         """Give up one hold. After the last one steps go on, over the weights as they are then."""
