@@ -92,7 +92,7 @@ def test_new_weights_find_nothing_old_and_old_kv_is_not_published() -> None:
     cache.reset_prefix()
     assert hit(cache, range(20)) == 0
     compute(cache, old)
-    assert hit(cache, range(20)) == 0
+    assert hit(cache, range(20)) == 0 and len(cache.indices[0]) == 0
     assert cache.match(old) == 5
     cache.free(old)
     compute(cache, old)
@@ -292,3 +292,51 @@ def test_publishing_long_after_forking_fills_in_the_digests() -> None:
     cache.publish(child)
     cache.check_invariants([leader, child])
     assert hit(cache, child.tokens) == 20
+
+
+def test_a_partial_block_is_reused_before_cached_ones() -> None:
+    cache = make(6)
+    sequence = CachedSequence(list(range(18)))
+    compute(cache, sequence)
+    partial = sequence.tables[0][-1]
+    cache.free(sequence)
+    assert cache.pools[0].free_blocks()[0] == partial
+
+
+def test_a_chunk_publishes_the_blocks_that_it_fills() -> None:
+    cache = make()
+    sequence = CachedSequence(list(range(18)))
+    compute(cache, sequence, 6)
+    assert hit(cache, range(18)) == 4
+    compute(cache, sequence, 14)
+    assert hit(cache, range(18)) == 12
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_hits_that_nobody_holds_are_taken_from_the_free_blocks(is_held: bool) -> None:
+    cache = make(6)
+    first = CachedSequence(list(range(12)))
+    compute(cache, first)
+    if not is_held:
+        cache.free(first)
+    second = CachedSequence([*range(12), *range(40, 49)])
+    hits = cache.match(second)
+    assert hits == 3 and cache.num_free() == (2 if is_held else 5,)
+    # Three more blocks are needed, and the three hits are among the free ones unless somebody holds them.
+    assert not cache.can_hold(second, hits, 100, [0])
+    assert cache.can_hold(CachedSequence([*range(12), *range(40, 48)]), 0, 100, [0]) == (not is_held)
+    shorter = CachedSequence([*range(12), *range(40, 48)])
+    assert cache.can_hold(shorter, cache.match(shorter), 100, [0])
+    assert not cache.can_hold(shorter, cache.match(shorter), 100, [1])
+
+
+def test_a_sliding_group_needs_window_and_chunk() -> None:
+    cache = make(8, windows=[8])
+    sequence = CachedSequence(list(range(200)))
+    assert cache.can_hold(sequence, 0, 12, [0])
+    assert not cache.can_hold(sequence, 0, 24, [0])
+    assert not cache.can_hold(sequence, 0, 12, [2])
+    assert cache.fit(sequence, 12) == 12
+    assert cache.demand(sequence, 12) == [6]
+    compute(cache, sequence, 12)
+    assert cache.demand(sequence, 12) == [3]

@@ -474,6 +474,19 @@ def test_pausing_while_the_step_is_in_flight_loses_nothing(resumed: bool) -> Non
     h.assert_quiescent()
 
 
+def test_what_comes_for_lost_blocks_is_dropped() -> None:
+    h = Harness()
+    request = h.add(prompt(6), 4)
+    h.step()
+    plan = h.schedule()
+    h.scheduler.pause(request)
+    h.scheduler.preempt_all()
+    assert h.execute(plan) == [] and request.num_output_tokens == 1
+    h.scheduler.resume(request)
+    h.run()
+    h.assert_quiescent()
+
+
 def test_pausing_what_waits() -> None:
     h = Harness(max_requests=1)
     h.add(prompt(4), 4)
@@ -554,6 +567,23 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_does_not(event: str) -> N
     h.run()
     assert all(request.is_finished for request in waiting)
     h.scheduler.resume(owner)
+    h.run()
+    h.assert_quiescent()
+
+
+def test_nobody_waits_for_a_prefix_of_older_weights() -> None:
+    h = Harness(max_batch_tokens=16, chunk=4)
+    h.add(prompt(4, 9), 30)
+    h.step()
+    owner, waiting = h.add(prompt(40), 2), h.add([*prompt(40), 1], 2)
+    h.step()
+    assert h.scheduler.num_waiting == 1
+    h.scheduler.reset_prefix_cache()
+    # Back on its feet, the old owner announces nothing.
+    h.scheduler.pause(owner)
+    h.scheduler.resume(owner)
+    h.step()
+    assert waiting.has_run and owner.num_output_tokens == 0
     h.run()
     h.assert_quiescent()
 
