@@ -17,11 +17,35 @@ if TYPE_CHECKING:
 __all__ = ["CompletionIterator", "run_batch"]
 
 
-async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions: bool) -> list[Completion]:
-    """Submit all streams, then collect them in order.
+class _Board:
+    """Which streams have ended. Slots refer to it, and it refers to no stream: dropping the iterator aborts at once."""
 
-    What finishes early waits in its slot, so no task per prompt is needed, and one failure or cancellation aborts the
-    rest at once.
+    __slots__ = ("_waiter", "ended")
+
+    def __init__(self) -> None:
+        self.ended: deque[int] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def add(self, index: int) -> None:
+        self.ended.append(index)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return when a stream has ended that has not been taken out."""
+        while not self.ended:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+
+async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions: bool) -> list[Completion]:
+    """Submit all streams and return what they yield, in their order.
+
+    What has finished waits in its slot and is collected here, so no task per prompt is needed, and one failure or
+    cancellation aborts the rest at once.
 
     Raises:
         RequestError, EngineError: the first failure, unless `return_exceptions`.
@@ -31,33 +55,43 @@ async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions:
         from tqdm.auto import tqdm
 
         bar = tqdm(total=len(streams), unit="request")
-    refused: dict[int, RequestError] = {}
-    results: list[Completion] = []
+    board = _Board()
+    results: dict[int, list[Completion]] = {}
+
+    def put(index: int, completions: list[Completion]) -> None:
+        results[index] = completions
+        if bar is not None:
+            bar.update()
+
+    async def collect() -> None:
+        while board.ended:
+            index = board.ended.popleft()
+            try:
+                put(index, await streams[index].completions())
+            except RequestError as error:
+                if not return_exceptions:
+                    raise
+                put(index, [failed_completion(streams[index], error)])
+
     try:
         for index, stream in enumerate(streams):
             stream._spec.stream_interval = None
             try:
-                await stream._open(None if bar is None else bar.update)
+                await stream._open(partial(board.add, index))
             except RequestError as error:
                 if not return_exceptions:
                     raise
-                refused[index] = error
-        for index, stream in enumerate(streams):
-            if index in refused:
-                results.append(failed_completion(stream, refused[index]))
-                continue
-            try:
-                results.extend(await stream.completions())
-            except RequestError as error:
-                if not return_exceptions:
-                    raise
-                results.append(failed_completion(stream, error))
+                put(index, [failed_completion(stream, error)])
+            await collect()
+        while len(results) < len(streams):
+            await board.wait()
+            await collect()
     finally:
         for stream in streams:
             stream.close()
         if bar is not None:
             bar.close()
-    return results
+    return [completion for index in range(len(streams)) for completion in results[index]]
 
 
 def failed_completion(stream: Stream, error: RequestError) -> Completion:
@@ -79,21 +113,6 @@ def failed_completion(stream: Stream, error: RequestError) -> Completion:
         None,
         error,
     )
-
-
-class _Board:
-    """Which streams have ended. Slots refer to it, and it refers to no stream: dropping the iterator aborts at once."""
-
-    __slots__ = ("ended", "waiter")
-
-    def __init__(self) -> None:
-        self.ended: deque[int] = deque()
-        self.waiter: asyncio.Future[None] | None = None
-
-    def add(self, index: int) -> None:
-        self.ended.append(index)
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
 
 
 class CompletionIterator:
@@ -122,11 +141,7 @@ class CompletionIterator:
             while not board.ended and not self._ready:
                 if not self._open:
                     raise StopAsyncIteration
-                board.waiter = asyncio.get_running_loop().create_future()
-                try:
-                    await board.waiter
-                finally:
-                    board.waiter = None
+                await board.wait()
             if self._ready:
                 return self._ready.popleft()
             stream = self._open.pop(board.ended.popleft())

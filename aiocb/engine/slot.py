@@ -95,8 +95,9 @@ class Lane:
             self.end = end
             slot.num_open -= 1
             slot.bridge.lane_ended(self)
-            if slot.num_open == 0 and slot.on_end is not None:
-                slot.on_end()
+            if slot.on_end is not None and (slot.num_open == 0 or end.error is not None):
+                on_end, slot.on_end = slot.on_end, None
+                on_end()
         if not self.is_ready:
             self.is_ready = True
             slot.ready.append(self)
@@ -119,7 +120,7 @@ class Slot:
         num_read: tokens taken by the reader; written on the loop, read by the worker (back-pressure).
         is_paused: the worker has paused the request because the reader is behind; the reader resumes it.
         num_sent: tokens delivered; worker only.
-        on_end: called on the loop when the last lane has ended.
+        on_end: called once on the loop, when the last lane has ended or the first one with an error.
     """
 
     __slots__ = (

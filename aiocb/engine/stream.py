@@ -308,7 +308,7 @@ class Stream:
         )
 
     async def _open(self, on_end: Callable[[], object] | None) -> None:
-        """Submit now; `on_end` is called on the loop when the last sample has ended."""
+        """Submit now; `on_end` is called on the loop when the last sample has ended, or one with an error."""
         self._entered = True
         slot = await self._submit()
         if on_end is not None:
