@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from aiocb.sampling.rows import row_argmax
+from aiocb.sampling.rows import parts, row_argmax
 from aiocb.sampling.truncation import SelectionParams, iterate_kept, sorted_candidates
 from aiocb.step import TokenLogprobs
 
@@ -28,33 +28,33 @@ __all__ = ["LOWEST_LOGPROB", "full_logprobs", "processed_logprobs", "raw_logprob
 
 LOWEST_LOGPROB = -9999.0
 
-_ROWS_AT_ONCE = 64
+_MIN_WIDTH = 128
 _HIGHEST = torch.finfo(torch.float32).max
 
 
 def raw_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Log-probabilities under the model's own distribution, a few rows at a time.
+    """Log-probabilities under the model's own distribution, a few rows at a time (a prompt has many).
 
     Args:
         logits: of the model, [N, V], any float type, no NaN. Not changed.
         token_ids: the token of each row, [N].
         num_top: how many alternatives each row wants, [N].
     """
-    return [
-        one
-        for start in range(0, len(token_ids), _ROWS_AT_ONCE)
-        for one in full_logprobs(
-            logits[start : start + _ROWS_AT_ONCE].to(torch.float32).clamp(max=_HIGHEST).log_softmax(dim=-1),
-            token_ids[start : start + _ROWS_AT_ONCE],
-            num_top[start : start + _ROWS_AT_ONCE],
-        )
-    ]
+    found: list[TokenLogprobs] = []
+    rows = torch.arange(len(token_ids))
+    for part in parts(rows, logits, logits.shape[1]):
+        assert isinstance(part, slice)
+        values = logits[part].to(torch.float32)
+        if values.amax().isposinf():
+            values = values.clamp(max=_HIGHEST)
+        found += full_logprobs(values.log_softmax(dim=-1), token_ids[part], num_top[part])
+    return found
 
 
 def full_logprobs(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> Iterator[TokenLogprobs]:
     """Read tokens, ranks and alternatives off log-probabilities of the whole vocabulary, [N, V] float32."""
     chosen = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])  # [N, 1]
-    ranks = (logprobs > chosen).sum(dim=1) + 1
+    ranks = (logprobs > chosen).count_nonzero(dim=1) + 1
     values, ids = _most_likely(logprobs, num_top)
     for token_id, value, rank, size, top_values, top_ids in zip(
         token_ids, chosen[:, 0].tolist(), ranks.tolist(), num_top, values.tolist(), ids.tolist(), strict=True
@@ -67,7 +67,8 @@ def _most_likely(logprobs: Tensor, num_top: Sequence[int]) -> tuple[Tensor, Tens
     width = min(max(num_top, default=0), logprobs.shape[1])
     if not width:
         return logprobs[:, :0], torch.empty((len(logprobs), 0), dtype=torch.int64)
-    candidates = sorted_candidates(logprobs, width)
+    # Narrow groups of values are slow to reduce: not fewer than some hundred, whatever is asked.
+    candidates = sorted_candidates(logprobs, min(max(width, _MIN_WIDTH), logprobs.shape[1]))
     if not candidates.counts.all():  # too many equal values
         candidates = sorted_candidates(logprobs, logprobs.shape[1])
     return candidates.values[:, :width], candidates.ids[:, :width]
@@ -86,19 +87,20 @@ def processed_logprobs(
         num_top: how many alternatives each row wants, [N].
     """
     result: list[TokenLogprobs | None] = [None] * len(token_ids)
-    logits = logits.clamp(max=_HIGHEST)
+    if logits.amax().isposinf():
+        logits = logits.clamp(max=_HIGHEST)
     rows = (~is_truncated).nonzero()[:, 0]
     if len(rows):
-        whole = logits[rows]
-        maxima = row_argmax(whole)[1]
-        temperature = params.temperature[rows]
-        # Greedy rows have no temperature.
-        divisor = torch.where(temperature > 0, temperature, 1.0).clamp(1e-30, 1e30).to(torch.float32)
-        logprobs = torch.sub(whole, maxima[:, None]).div_(divisor[:, None]).log_softmax(dim=-1)
-        picked = rows.tolist()
-        found = full_logprobs(logprobs, [token_ids[row] for row in picked], [num_top[row] for row in picked])
-        for row, one in zip(picked, found, strict=True):
-            result[row] = one
+        for part in parts(rows, logits, logits.shape[1]):
+            picked = (rows[part] if isinstance(part, slice) else part).tolist()
+            whole = logits[part]
+            temperature = params.temperature[part]
+            # Greedy rows have no temperature.
+            divisor = torch.where(temperature > 0, temperature, 1.0).clamp(1e-30, 1e30).to(torch.float32)
+            logprobs = torch.sub(whole, row_argmax(whole)[1][:, None]).div_(divisor[:, None]).log_softmax(dim=-1)
+            found = full_logprobs(logprobs, [token_ids[row] for row in picked], [num_top[row] for row in picked])
+            for row, one in zip(picked, found, strict=True):
+                result[row] = one
     rows = is_truncated.nonzero()[:, 0]
     if len(rows):
         part = logits[rows]

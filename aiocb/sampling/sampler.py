@@ -23,7 +23,7 @@ from aiocb.errors import RequestFailed
 from aiocb.sampling.logprobs import processed_logprobs, raw_logprobs
 from aiocb.sampling.processors import RequestState, StaticStage, process
 from aiocb.sampling.random import as_seeds, uniforms
-from aiocb.sampling.rows import row_argmax
+from aiocb.sampling.rows import row_argmax, take
 from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, select
 from aiocb.sampling.truncation import SelectionParams, is_truncated
 from aiocb.step import StepEntry, StepPlan, StepResult, TokenLogprobs
@@ -248,10 +248,10 @@ class Sampler:
             token_ids = [chosen[row] for row in rows]
             num_top = [entries[row].sampling.logprobs or 0 for row in rows]
             if mode == "raw":
-                found = raw_logprobs(logits[index], token_ids, num_top)
+                found = raw_logprobs(take(logits, index), token_ids, num_top)
             else:
                 truncated = torch.tensor([row in batch.truncated for row in rows], device=logits.device)
-                found = processed_logprobs(work[index], batch.params.subset(index), truncated, token_ids, num_top)
+                found = processed_logprobs(take(work, index), batch.params.subset(index), truncated, token_ids, num_top)
             for row, one in zip(rows, found, strict=True):
                 result[row] = one
         return result
