@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from aiocb.attention.base import LayerSpec
 from aiocb.errors import ConfigError
 from aiocb.model.handlers import Handler, NotPlainError, Recorder
+from aiocb.model.positions import PositionTable, find_tables, injected, learn_tables
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +58,7 @@ class StepCache(Cache):
     """What the model takes for its cache: hands everything to the active handler and holds nothing itself.
 
     Positions are passed to the model, so the length it reports is 0; models that would compute positions from it are
-    handled by `PositionInjector`.
+    told the packed positions by `positions.injected`.
     """
 
     is_compileable = False
@@ -154,17 +155,20 @@ class ModelAdapter:
         self._arguments = _forward_arguments(model)
         if ALL_ATTENTION_FUNCTIONS.get(ATTENTION_NAME) is not _attention_forward:
             ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
-        recorder = Recorder()
-        self._num_layers = 4096  # any index is answered in the dry run
-        was_training = model.training
-        if was_training:
+        if model.training:
             raise ConfigError("the model is in training mode; call model.eval() first")
-        ids = torch.tensor([[1, 2, 3]], device=self.device) % max(_vocab_rows(model), 1)
-        positions = torch.arange(3, device=self.device).unsqueeze(0)
+        self._tables: list[PositionTable] = []
+        self._num_layers = 4096  # any index is answered in the dry run
         try:
             with torch.inference_mode():
-                logits = self.forward(ids, positions, torch.tensor([0, 2], device=self.device), recorder)
-            recorder.check_finished()
+                recorder, logits = self._dry_run()
+                tables = find_tables(model)
+                if tables:
+                    ids = torch.tensor([self.probe_ids(3)], device=self.device)
+                    gaps = torch.tensor([0, 2, 5], device=self.device)
+                    self._tables = learn_tables(
+                        tables, gaps, lambda: model(input_ids=ids, use_cache=False), lambda: self._dry_run(gaps)
+                    )
         except NotPlainError as error:
             raise ConfigError(f"{type(model).__name__} cannot be run in packed batches: {error}") from error
         except Exception as error:
@@ -178,6 +182,29 @@ class ModelAdapter:
         self.dtype: torch.dtype = recorder.dtype
         self._check_layers(len(recorder.attending_modules))
         self._num_layers = max(self.specs) + 1
+
+    def _dry_run(self, positions: Tensor | None = None) -> tuple[Recorder, Tensor]:
+        """Run three tokens of one request and write down what the layers ask for."""
+        recorder = Recorder()
+        ids = torch.tensor([self.probe_ids(3)], device=self.device)
+        positions = torch.arange(3, device=self.device) if positions is None else positions
+        logits = self.forward(ids, positions.unsqueeze(0), torch.tensor([0, 2], device=self.device), recorder)
+        recorder.check_finished()
+        return recorder, logits
+
+    def probe_ids(self, length: int, seed: int = 0) -> list[int]:
+        """Ids spread over the vocabulary; those with a meaning of their own (images, padding) are passed over."""
+        config = text_config(self.model)
+        values = [*vars(self.model.config).items(), *vars(config).items()]
+        special = {value for key, value in values if key.endswith("token_id") and isinstance(value, int)}
+        rows = max(_vocab_rows(self.model), 1)
+        ids: list[int] = []
+        candidate = 17 + 101 * seed
+        while len(ids) < length:
+            candidate = (candidate * 48271 + 11) % 2147483647
+            if candidate % rows not in special or rows < 16:
+                ids.append(candidate % rows)
+        return ids
 
     def _check_layers(self, num_attending: int) -> None:
         """Every decoder layer must have attended, and with the window that its configuration names."""
@@ -209,7 +236,7 @@ class ModelAdapter:
             values["position_ids"] = positions
         if self._arguments.takes_logit_rows:
             values["logits_to_keep"] = logit_rows
-        with self._stepping(handler):
+        with self._stepping(handler), injected(self._tables, positions):
             logits: Tensor = self.model(input_ids=input_ids, **values).logits  # [1, N, V]
         if not self._arguments.takes_logit_rows:
             logits = logits.index_select(1, logit_rows)

@@ -96,9 +96,10 @@ class Recorder:
         self.specs: dict[int, LayerSpec] = {}
         self.attending_modules: set[int] = set()
         self.dtype: torch.dtype | None = None
-        self._owners: dict[int, int] = {}
+        self._owners: dict[tuple[int, int], int] = {}
         self._held: list[Tensor] = []
         self._pending: int | None = None
+        self._last: int | None = None
         self._shapes: dict[int, tuple[int, int, int]] = {}
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -115,9 +116,9 @@ class Recorder:
         self._shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
         if value.shape[1] != key.shape[1]:
             raise NotPlainError(f"layer {layer} has {key.shape[1]} key and {value.shape[1]} value heads")
-        self._pending = layer
-        self._owners[id(key)] = layer
-        self._held.append(key)
+        self._pending = self._last = layer
+        self._owners[id(key), id(value)] = layer
+        self._held += (key, value)
         return key, value
 
     def attend(
@@ -139,10 +140,11 @@ class Recorder:
         if unknown:
             raise NotPlainError(f"{type(module).__name__} passes {', '.join(unknown)} to its attention function")
         call = AttentionCall(module, query, scaling, options)
-        owner = self._owners.get(id(key))
+        owner = self._owners.get((id(key), id(value)))
         is_gathered = owner is None
-        layer = owner if owner is not None else self._pending
-        if layer is None:
+        # Keys that were worked on belong to the layer that updated last (which may attend to them several times).
+        layer = owner if owner is not None else self._last
+        if layer is None or key.shape[2] != query.shape[2]:
             raise NotPlainError(f"{type(module).__name__} attends to keys that did not come from the cache")
         self._pending = None
         num_kv_heads, key_dim, value_dim = self._shapes[layer]
@@ -198,8 +200,8 @@ class PagedHandler:
         self._specs = specs
         self._batch = batch
         self._metadata: dict[int, Any] = {}
-        self._owners: dict[int, int] = {}
-        self._held: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._owners: dict[tuple[int, int], int] = {}
+        self._held: list[Tensor] = []
         self._pending = -1
 
     def _group_metadata(self, group: int) -> Any:
@@ -219,9 +221,9 @@ class PagedHandler:
         if self._specs[layer].is_gathered:
             all_keys, all_values = self._backend.gather(storage, metadata)
             return all_keys.unsqueeze(0), all_values.unsqueeze(0)
-        # Keys are recognised by identity; held, so that no id is used twice within the step.
-        self._owners[id(key)] = layer
-        self._held.append((key, k, v))
+        # Keys and values are recognised by identity; held, so that no id is used twice within the step.
+        self._owners[id(key), id(value)] = layer
+        self._held += (key, value)
         return key, value
 
     def attend(
@@ -237,7 +239,7 @@ class PagedHandler:
         """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
         call = AttentionCall(module, query, scaling, options)
         q = query[0].transpose(0, 1)  # [T, H, D]
-        layer = self._owners.get(id(key))
+        layer = self._owners.get((id(key), id(value)))
         if layer is None:
             spec = self._specs[self._pending]
             group = self._cache.group_of_window[call.window]

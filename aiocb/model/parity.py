@@ -39,7 +39,7 @@ def check_parity(adapter: ModelAdapter, backend: AttentionBackend, page_size: in
     """
     from aiocb.model.runner import run_plan
 
-    prompts = [_prompt(adapter, length, number) for number, length in enumerate(LENGTHS)]
+    prompts = [adapter.probe_ids(length, number) for number, length in enumerate(LENGTHS)]
     specs = tuple(adapter.specs.values())
     blocks = [-(-length // page_size) for length in LENGTHS]
     num_groups = len({spec.window for spec in specs})
@@ -80,20 +80,6 @@ def check_parity(adapter: ModelAdapter, backend: AttentionBackend, page_size: in
             f"of their size (at most {tolerance:g} in {adapter.dtype})"
         )
     return Choice("parity", f"{error:.1e}", "difference of the logits from the model's own forward, relative")
-
-
-def _prompt(adapter: ModelAdapter, length: int, seed: int) -> list[int]:
-    """Ids spread over the vocabulary; ids with a meaning of their own (images, padding) are passed over."""
-    config: Any = adapter.model.config
-    special = {value for key, value in vars(config).items() if key.endswith("_token_id") and isinstance(value, int)}
-    ids: list[int] = []
-    candidate = 17 + 101 * seed
-    while len(ids) < length:
-        candidate = (candidate * 48271 + 11) % 2147483647
-        token = candidate % adapter.vocab_size
-        if token not in special or adapter.vocab_size < 16:
-            ids.append(token)
-    return ids
 
 
 def _own_logits(adapter: ModelAdapter, tokens: list[int]) -> Tensor:

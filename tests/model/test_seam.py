@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.adapter import ATTENTION_NAME, ModelAdapter
-from aiocb.model.runner import TorchRunner
-from aiocb.step import BlockCopy, StepPlan
+from aiocb.model.runner import Sampler, TorchRunner
+from aiocb.step import BlockCopy, StepEntry, StepPlan, StepResult
 
 from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, tiny
 
@@ -21,6 +21,14 @@ from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, 
 def build(model: PreTrainedModel, **config: Any) -> TorchRunner:
     values = {"num_blocks": 96, "page_size": 4, **config}
     return TorchRunner(model, EngineConfig(**values), argmax_sampler, max_model_len=512)
+
+
+def recording_sampler(rows: list[torch.Tensor]) -> Sampler:
+    def sample(logits: torch.Tensor, plan: StepPlan) -> StepResult:
+        rows.append(logits.clone())
+        return argmax_sampler(logits, plan)
+
+    return sample
 
 
 def run(runner: TorchRunner, tokens: list[int], num_new: int, chunk: int = 1 << 30) -> list[int]:
@@ -60,7 +68,7 @@ class TestWindows:
             runner = TorchRunner(
                 model,
                 EngineConfig(num_blocks=32, page_size=4),
-                lambda values, plan: (rows.append(values.clone()), argmax_sampler(values, plan))[1],
+                recording_sampler(rows),
                 max_model_len=512,
             )
             run(runner, changed, 1, chunk=7)
@@ -218,8 +226,6 @@ def test_block_copies_happen_before_the_step() -> None:
     assert first.output == expected
     # The last, partial block of the first request becomes block 50 of a second one.
     forked = tuple([*table[:2], 50] for table in tables)
-    from aiocb.step import StepEntry
-
     entry = StepEntry(9, tokens, 10, 9, 1, forked, 1, True, GREEDY, 0)
     copies = tuple(BlockCopy(group, 3, 50) for group in range(2))
     assert list(runner.execute(StepPlan((entry,), 1, copies)).token_ids) == expected
@@ -233,12 +239,10 @@ def test_empty_plan() -> None:
 def test_several_logit_rows_per_entry() -> None:
     model = tiny("llama")
     rows: list[torch.Tensor] = []
-    from aiocb.step import StepEntry
-
     runner = TorchRunner(
         model,
         EngineConfig(num_blocks=32, page_size=4),
-        lambda values, plan: (rows.append(values.clone()), argmax_sampler(values, plan))[1],
+        recording_sampler(rows),
         max_model_len=512,
     )
     a, b = prompt(9), prompt(6, 1)
