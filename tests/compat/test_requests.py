@@ -475,3 +475,10 @@ def test_concurrent_producers_and_consumers() -> None:
             future.result(WAIT)
         seen += [one.request_id for one in iter(manager.get_result, None)]
         assert sorted(seen) == sorted(f"r{n}" for n in range(total))
+
+
+def test_a_long_stream_shares_one_list() -> None:
+    with running(Setup()) as manager:
+        manager.add_request([1], "a", max_new_tokens=50, streaming=True)
+        chunks = list(manager.request_id_iter("a"))
+        assert len({id(getattr(one.generated_tokens, "_items")) for one in chunks[:-1]}) == 1

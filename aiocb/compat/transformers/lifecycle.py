@@ -124,6 +124,7 @@ class Lifecycle:
         self._check_not_destroyed()
         session, is_new = self._open()
         with self._lock:
+            is_new = is_new and not self.is_running()
             if is_new:
                 self._is_held = True
                 session.hold()
@@ -156,6 +157,10 @@ class Lifecycle:
             with self._lock:
                 if session is not self._session:
                     return  # it has died already
+                if self._is_destroyed:
+                    self._session = None
+                    session.worker.stop(_stop_error)
+                self._check_not_destroyed()
                 if not self._buffered:
                     if self._is_held:
                         self._is_held = False
@@ -350,8 +355,12 @@ class Lifecycle:
                 self._last.bridge.room.notify_all()
             self._router.notify_all()
 
+    @property
+    def _is_destroyed(self) -> bool:
+        return self._state == "destroyed"
+
     def _check_not_destroyed(self) -> None:
-        if self._state == "destroyed":
+        if self._is_destroyed:
             raise RuntimeError("the manager has been destroyed; make a new one")
 
     def _raise_if_pausing(self, what: str) -> None:
