@@ -98,8 +98,8 @@ class EngineCore:
             self.check_invariants()
         self._tell_room_watchers()
         self._flush()
-        while self._calls:
-            self._calls.pop(0)(self)
+        if self._calls:
+            self._answer_calls()
 
     @property
     def has_work(self) -> bool:
@@ -254,12 +254,20 @@ class EngineCore:
             try:
                 operation, argument = self.inbox.get_nowait()
             except queue.Empty:
-                return
+                break
             if operation is EngineCore.submit:
                 ends = [Delivery(lane, (), "", None, End("error", error=make_error())) for lane in argument.lanes]
                 argument.slot.bridge.post(ends)
             elif operation is EngineCore.pause:
                 argument()
+            elif operation is EngineCore.call:
+                self.call(argument)
+        self._answer_calls()
+
+    def _answer_calls(self) -> None:
+        calls, self._calls = self._calls, []
+        for operation in calls:
+            operation(self)
 
     def _publish_queue(self) -> None:
         """Publish how many requests have left the queue, as one number that any thread can read."""
