@@ -147,8 +147,8 @@ class Scheduler:
         """
         if not self.cache.can_ever_fit(request.max_tokens):
             raise InvalidRequest(
-                f"{request.max_tokens} tokens (prompt and output) can never fit into the cache of "
-                f"{self.cache.max_request_tokens} tokens; shorten the prompt, lower max_new_tokens or raise num_blocks"
+                f"{request.max_tokens} tokens (prompt and output) can never fit into the cache: shorten the prompt, "
+                "lower max_new_tokens or raise num_blocks"
             )
         assert request.status is _WAITING and request.arrival < 0, f"{request!r} was added before"
         request.arrival = self._num_arrivals

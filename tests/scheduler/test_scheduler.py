@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from aiocb.config import SchedulerType
 from aiocb.errors import InvalidRequest, RequestFailed, RequestTimeout
 from aiocb.scheduler import RequestStatus
-from aiocb.step import StepResult
+from aiocb.step import StepPlan, StepResult
 from tests.scheduler.helpers import VOCAB, Harness, chunks, ids
 
 POLICIES: tuple[SchedulerType, ...] = ("fifo", "prefill_first", "priority")
@@ -124,6 +126,18 @@ def test_a_more_important_request_takes_the_blocks_of_less_important_ones() -> N
     high = h.add(prompt(16, 5), 8, priority=1)
     assert high.id in ids(h.step())
     assert low[1].num_preemptions == 1 and low[0].num_preemptions == 0
+    h.run()
+    h.assert_quiescent()
+
+
+def test_the_room_made_is_for_the_one_it_was_made_for() -> None:
+    h = Harness(num_blocks=9, policy="priority", sharing=False)
+    low = h.add(prompt(24), 4, priority=9)
+    h.step()
+    small = h.add(prompt(12, 1), 4, priority=8)
+    high = h.add(prompt(12, 2), 4, priority=1)
+    assert ids(h.step()) == [high.id]
+    assert low.num_preemptions == 1 and not small.has_run
     h.run()
     h.assert_quiescent()
 
@@ -340,6 +354,17 @@ def test_the_newest_gives_way_and_comes_back_first() -> None:
     h.run()
     assert second.num_preemptions >= 1 and third.first_scheduled_at is not None
     assert list(h.ends) == [first.id, second.id, third.id]
+    h.assert_quiescent()
+
+
+def test_blocks_taken_from_one_are_not_given_to_a_newcomer() -> None:
+    h = Harness(num_blocks=7, sharing=False)
+    older, newer = h.add(prompt(8), 9), h.add(prompt(15, 1), 9)
+    h.step()
+    small = h.add(prompt(3, 2), 2)
+    assert ids(h.step()) == [older.id]
+    assert newer.num_preemptions == 1 and h.cache.pools[0].num_free == 3 and not small.has_run
+    h.run()
     h.assert_quiescent()
 
 
@@ -657,6 +682,40 @@ def test_a_blocked_long_prompt_is_not_looked_up_again_and_again(monkeypatch: pyt
     assert calls == 0
     h.run()
     h.assert_quiescent()
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """How many calls, into Python and into C, a function makes: a cost that does not depend on the machine."""
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_costs_the_same_however_many_wait(policy: SchedulerType) -> None:
+    costs = []
+    for num_waiting in (10, 3000):
+        h = Harness(num_blocks=600, page_size=64, max_batch_tokens=256, max_requests=64, policy=policy)
+        for i in range(64 + num_waiting):
+            h.add([i % VOCAB, i // VOCAB % VOCAB, 3], 60)
+        h.step()
+        plans: list[StepPlan] = []
+        deciding = num_calls(lambda h=h, plans=plans: plans.append(h.scheduler.schedule()))  # type: ignore[misc]
+        assert len(plans[0].entries) == 64
+        result = StepResult([4] * 64)
+        costs.append((deciding, num_calls(lambda h=h, p=plans[0], r=result: h.scheduler.update(p, r))))  # type: ignore[misc]
+    assert costs[0] == costs[1]
+    # Two appends and one tuple per request, and nothing else.
+    assert costs[0][0] < 64 * 4 + 60 and costs[0][1] < 64 * 7 + 60
 
 
 # Prompt log-probabilities
