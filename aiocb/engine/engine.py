@@ -28,6 +28,7 @@ from aiocb.engine.session import Session
 from aiocb.engine.source import LoadedSource, PretrainedSource, Progress, RunnerSource, Source
 from aiocb.engine.stats import EngineState, Health, Stats
 from aiocb.engine.stream import Stream
+from aiocb.engine.worker import Worker
 from aiocb.errors import ConfigError, EngineClosed
 from aiocb.outputs import Completion
 from aiocb.sampling_params import ModelDefaults, SamplingParams
@@ -72,7 +73,7 @@ class Engine:
         self._lock = threading.Lock()  # guards entering and leaving only; never held across an await
         self._num_entered = 0
         self._session: Session | None = None
-        self._finalizer: weakref.finalize[[], Engine] | None = None
+        self._finalizer: weakref.finalize[[weakref.ref[Worker]], Engine] | None = None
         self._labels = itertools.count(1)
 
     @classmethod
@@ -152,7 +153,8 @@ class Engine:
                 session.start()
                 if self._finalizer is not None:
                     self._finalizer.detach()  # or every session of this engine would be kept by its own
-                self._finalizer = weakref.finalize(self, session.worker.stop)
+                # Weak on both sides: the worker's error may have this engine in its traceback.
+                self._finalizer = weakref.finalize(self, _stop, weakref.ref(session.worker))
             self._num_entered += 1
         try:
             await session.built.wait()
@@ -426,3 +428,9 @@ class Engine:
         if self._config.freeze_gc:
             gc.collect()
             gc.freeze()
+
+
+def _stop(reference: weakref.ref[Worker]) -> None:
+    worker = reference()  # alive as long as its thread
+    if worker is not None:
+        worker.stop()
