@@ -10,7 +10,7 @@ from aiocb.model.runner import TorchRunner
 
 from .helpers import MODELS, ManualScheduler, argmax_sampler, generate, prompt, tiny
 
-NUM_NEW = 14
+NUM_NEW = 10
 LENGTHS = (5, 19, 30, 7)
 
 
