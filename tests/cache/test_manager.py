@@ -301,6 +301,12 @@ def test_a_partial_block_is_reused_before_cached_ones() -> None:
     partial = sequence.tables[0][-1]
     cache.free(sequence)
     assert cache.pools[0].free_blocks()[0] == partial
+    late = CachedSequence([7])
+    compute(cache, late)
+    (block,) = late.tables[0]
+    assert block == partial
+    cache.free(late)
+    assert cache.pools[0].free_blocks()[0] == partial
 
 
 def test_a_chunk_publishes_the_blocks_that_it_fills() -> None:

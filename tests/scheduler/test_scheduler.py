@@ -604,11 +604,14 @@ def test_nobody_waits_for_a_prefix_of_older_weights() -> None:
     h.step()
     assert h.scheduler.num_waiting == 1
     h.scheduler.reset_prefix_cache()
+    h.step()
+    assert waiting.has_run and owner.num_output_tokens == 0
     # Back on its feet, the old owner announces nothing.
     h.scheduler.pause(owner)
     h.scheduler.resume(owner)
+    late = h.add([*prompt(40), 2], 2, salt="other weights")
     h.step()
-    assert waiting.has_run and owner.num_output_tokens == 0
+    assert late.has_run
     h.run()
     h.assert_quiescent()
 
@@ -634,6 +637,15 @@ def test_a_more_important_request_does_not_wait_for_a_less_important_owner() -> 
     urgent = h.add([*prompt(40), 1], 2, priority=0)
     h.step()
     assert urgent.has_run
+    h.run()
+    h.assert_quiescent()
+
+
+def test_a_chunk_that_ends_inside_a_block_publishes_the_ones_before() -> None:
+    h = Harness(max_batch_tokens=6)
+    h.add(prompt(20), 2)
+    h.step()
+    assert h.cache.match(h.request([*prompt(20), 1])) == 1
     h.run()
     h.assert_quiescent()
 
