@@ -84,6 +84,7 @@ def _alternate(native: Callable[[int], None], other: Callable[[int], None], repe
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(repeats + 1):
         for side, function in enumerate((native, other)):
+            time.sleep(0.02)  # torch's OpenMP threads spin for a while after a region, on the cores of the next side
             started = time.perf_counter()
             function(index)
             if index:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +63,17 @@ def _units() -> tuple[_Unit, ...]:
         _Unit("api", "api.cpp", ("-O2",)),
         _Unit("select", "select.cpp", ("-O3",)),
         _Unit("pool", "pool.cpp", ("-O2",)),
+    )
+
+
+def _supported(units: tuple[_Unit, ...], accepts: Callable[[tuple[str, ...]], bool]) -> tuple[_Unit, ...]:
+    """Leave out the levels whose flags an older compiler does not know, and tell the dispatcher."""
+    dropped = {unit.name for unit in units if unit.source == "level.cpp" and not accepts(unit.flags)}
+    missing = tuple(f"-DAIOCB_NO_{name.upper()}" for name in sorted(dropped))
+    return tuple(
+        unit._replace(flags=unit.flags + missing) if unit.source == "api.cpp" else unit
+        for unit in units
+        if unit.name not in dropped
     )
 
 
@@ -131,7 +142,7 @@ def _compile(command: list[str], target: Path) -> KernelUnavailable | None:
         return None if done.returncode == 0 else next((x for x in lines if "error" in x), lines[-1] if lines else "?")
 
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
-        units = _units()
+        units = _supported(_units(), lambda flags: run([*flags, "-fsyntax-only", "-x", "c++", os.devnull]) is None)
         objects = [os.path.join(scratch, f"{unit.name}.o") for unit in units]
 
         def compile_unit(pair: tuple[_Unit, str]) -> str | None:

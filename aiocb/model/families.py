@@ -177,6 +177,10 @@ def _describe(model: Any) -> ModelDescription:
     embedding = getattr(backbone, "embed_in", None) or backbone.embed_tokens
     final = getattr(backbone, "final_layer_norm", None) or backbone.norm
     head = model.get_output_embeddings()
+    _require(
+        embedding.weight.shape[0] >= head.weight.shape[0] and embedding.weight.shape[1] == config.hidden_size,
+        "the embedding has fewer rows than the output, or another width than the model",
+    )
     scale = getattr(embedding, "embed_scale", None)
     layers = [
         _layer(config, family, layer, index, heads, kv_heads, head_dim, rope_of_type, qk_norm)

@@ -65,6 +65,14 @@ def test_failure_is_a_reason(toy: Path) -> None:
     assert "\n" not in failure.reason
 
 
+def test_levels_that_the_compiler_does_not_know_are_left_out() -> None:
+    kept = build._supported(build._units(), lambda flags: "-mavx512bf16" not in flags)
+    assert "avx512bf16" not in {unit.name for unit in kept}
+    assert "portable" in {unit.name for unit in kept}
+    api = next(unit for unit in kept if unit.name == "api")
+    assert ("-DAIOCB_NO_AVX512BF16" in api.flags) == ("avx512bf16" in {unit.name for unit in build._units()})
+
+
 def test_a_library_of_something_else_is_a_reason(toy: Path) -> None:
     result = load()
     assert isinstance(result, KernelUnavailable)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -57,12 +59,13 @@ def test_unsupported_shapes(library: Library) -> None:
         native(library, "no-such-level", "float32")
     model = native(library, library.levels()[0], "float32")
     model.set_group(0, 4, 1)
-    for call in (
+    calls: list[Callable[[], None]] = [
         lambda: model.copy_block(0, 4, 1),
         lambda: model.copy_block(1, 0, 1),
         lambda: model.set_layer(1, window=0, rope=-1, group=0, group_layer=0, scale=1.0),
         lambda: model.set_layer(0, window=0, rope=0, group=0, group_layer=0, scale=1.0),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(KernelError):
             call()
     model.close()

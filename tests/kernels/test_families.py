@@ -156,10 +156,8 @@ def test_reasons() -> None:
     wrapped.lm_head = nn.Sequential(wrapped.lm_head)
     assert isinstance(create_native_runner(wrapped, sampler=None), str)
 
-    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc]
-        pass
-
-    assert "is not transformers'" in reason(Mine(make("llama").config))
+    mine: Any = type("Mine", (transformers.LlamaForCausalLM,), {})
+    assert "is not transformers'" in reason(mine(make("llama").config))
 
 
 def test_the_probe_refuses_a_model_that_computes_something_else() -> None:

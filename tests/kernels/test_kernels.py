@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from aiocb.kernels.library import ACTIVATIONS, FORMATS
 from tests.kernels.helpers import DTYPES, Rows, native, step_arguments
 
 
-def _addresses(weight: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _addresses(weight: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
     stride = weight.stride(0) * weight.element_size()
     return np.uint64(weight.data_ptr()) + np.arange(weight.shape[0], dtype=np.uint64) * np.uint64(stride)
 
@@ -31,7 +32,7 @@ def test_linear(library: Library, level: str, dtype: str, columns: int, depth: i
         bias=bias.numpy(),
     )  # fmt: skip
     full = torch.randn(33, depth).to(DTYPES[dtype])
-    reference = full.double() @ weight.double().T + bias.double()
+    reference: Any = full.double() @ weight.double().T + bias.double()
     by_rows = []
     for rows in (1, 2, 5, 6, 7, 13, 33):
         out = torch.full((rows, columns), math.nan)
@@ -83,7 +84,7 @@ def test_norm(library: Library, level: str, width: int, is_layer_norm: bool, dty
 def test_activation(library: Library, level: str, kind: str) -> None:
     gate = torch.cat([torch.linspace(-30, 30, 500), torch.tensor([0.0, -100.0, 100.0])])
     up = torch.randn(len(gate), generator=torch.Generator().manual_seed(0))
-    functions = {
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": torch.nn.functional.silu,
         "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         "gelu": torch.nn.functional.gelu,
@@ -166,12 +167,13 @@ def test_attention(library: Library, level: str, dtype: str, case: dict[str, Any
         keep: list[Any] = []
         arguments = step_arguments([Rows(tables[s], start, count) for s, start, count in step], keep)
         qkv = torch.cat([inputs[s][start : start + count] for s, start, count in step])
-        out = torch.full((len(qkv), heads * dim), math.nan)
+        out: Any = torch.full((len(qkv), heads * dim), math.nan)
         model._check(library.calls.aiocb_attention(model.handle, arguments, 0, qkv.data_ptr(), out.data_ptr()))
         for (s, start, count), rows in zip(step, out.split([count for _, _, count in step])):
             outputs[s][start : start + count] = rows
     for length, x, out in zip(lengths, inputs, outputs):
-        q, k, v = x.double().view(length, heads + 2 * kv, dim).split([heads, kv, kv], dim=1)
+        packed: Any = x.double().view(length, heads + 2 * kv, dim)
+        q, k, v = packed.split([heads, kv, kv], dim=1)
         positions = torch.arange(length)
         if rotary:
             q, k = (_rope(part, positions, frequencies, interleaved) for part in (q, k))

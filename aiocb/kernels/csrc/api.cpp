@@ -15,9 +15,17 @@
 
 namespace aiocb {
 
-#if defined(__x86_64__)
+// A level that the compiler could not build is left out by the build (AIOCB_NO_...).
+#if defined(__x86_64__) && !defined(AIOCB_NO_AVX512BF16)
+#define AIOCB_HAS_AVX512BF16
 namespace avx512bf16 { extern const Level level; }
+#endif
+#if defined(__x86_64__) && !defined(AIOCB_NO_AVX512)
+#define AIOCB_HAS_AVX512
 namespace avx512 { extern const Level level; }
+#endif
+#if defined(__x86_64__) && !defined(AIOCB_NO_AVX2)
+#define AIOCB_HAS_AVX2
 namespace avx2 { extern const Level level; }
 #endif
 namespace portable { extern const Level level; }
@@ -64,6 +72,43 @@ void release(void* memory) {
 #endif
 }
 
+// Weights of a few hundred KiB each come from shared chunks: alone they would get small pages, and a packed panel walks
+// through more of those than the processor remembers.
+class Arena {
+ public:
+  explicit Arena(size_t chunk) : chunk_(chunk) {}
+  ~Arena() { clear(); }
+  void clear() {
+    for (char* chunk : chunks_) release(chunk);
+    chunks_.clear();
+    left_ = 0;
+  }
+  char* take(int64_t bytes) {
+    const size_t size = (size_t(bytes < 64 ? 64 : bytes) + 4095) / 4096 * 4096;
+    if (size > chunk_ / 2) return own(size);
+    if (size > left_) {
+      cursor_ = own(chunk_);
+      if (!cursor_) return nullptr;
+      left_ = chunk_;
+    }
+    char* result = cursor_;
+    cursor_ += size;
+    left_ -= size;
+    return result;
+  }
+
+ private:
+  char* own(size_t bytes) {
+    char* memory = allocate(int64_t(bytes));
+    if (memory) chunks_.push_back(memory);
+    return memory;
+  }
+  const size_t chunk_;
+  std::vector<char*> chunks_;
+  char* cursor_ = nullptr;
+  size_t left_ = 0;
+};
+
 bool is_supported(const std::string& name) {
   if (name == "portable") return true;
 #if defined(__x86_64__)
@@ -73,17 +118,26 @@ bool is_supported(const std::string& name) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (name == "avx2") return avx2;
   if (name == "avx512") return avx512;
+#if defined(AIOCB_HAS_AVX512BF16)  // an older compiler does not know the name either
   if (name == "avx512bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
 #endif
   return false;
 }
 
 const Level* find_level(const char* name) {
-#if defined(__x86_64__)
-  const Level* const levels[] = {&avx512bf16::level, &avx512::level, &avx2::level, &portable::level};
-#else
-  const Level* const levels[] = {&portable::level};
+  const Level* const levels[] = {
+#if defined(AIOCB_HAS_AVX512BF16)
+      &avx512bf16::level,
 #endif
+#if defined(AIOCB_HAS_AVX512)
+      &avx512::level,
+#endif
+#if defined(AIOCB_HAS_AVX2)
+      &avx2::level,
+#endif
+      &portable::level,
+  };
   const std::string wanted = name ? name : "";
   for (const Level* level : levels)
     if ((wanted.empty() || wanted == level->name) && is_supported(level->name)) return level;
@@ -96,24 +150,18 @@ const Level* find_level(const char* name) {
 struct Handle {
   Model plain = {};
   const Level* level = nullptr;
-  std::vector<void*> memory;       // weights, norms, pools
-  std::vector<void*> buffers;      // of the step, replaced when it grows
+  Arena memory{size_t(32) << 20};  // weights, norms, pools
+  Arena buffers{size_t(8) << 20};  // of the step, replaced when it grows
   std::vector<AttentionItem> items;
   std::vector<int32_t> positions;
   int max_tokens = 0, max_outputs = 0;
   char error[256] = "";
 
-  char* keep(int64_t bytes) {
-    char* block = allocate(bytes);
-    if (block) memory.push_back(block);
-    return block;
-  }
+  char* keep(int64_t bytes) { return memory.take(bytes); }
   int element() const { return plain.config.format == kF32 ? 4 : 2; }
 
   ~Handle() {
     if (plain.pool) pool_destroy(plain.pool);
-    for (void* block : memory) release(block);
-    for (void* block : buffers) release(block);
   }
 };
 
@@ -128,7 +176,6 @@ bool grow(Handle* handle, int tokens, int outputs) {
   if (tokens <= handle->max_tokens && outputs <= handle->max_outputs) return true;
   if (tokens < handle->max_tokens) tokens = handle->max_tokens;
   if (outputs < handle->max_outputs) outputs = handle->max_outputs;
-  for (void* block : handle->buffers) release(block);
   handle->buffers.clear();
   handle->max_tokens = handle->max_outputs = 0;
   const Config& c = handle->plain.config;
@@ -139,8 +186,7 @@ bool grow(Handle* handle, int tokens, int outputs) {
   const int64_t rows = group > kItemRows ? group : kItemRows;
   bool ok = true;
   auto take = [&](int64_t bytes) {
-    char* block = allocate(bytes + 4096);
-    if (block) handle->buffers.push_back(block);
+    char* block = handle->buffers.take(bytes + 4096);
     ok = ok && block;
     return block;
   };
