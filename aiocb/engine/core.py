@@ -361,12 +361,12 @@ class EngineCore:
                 error = _failure(flush_error)
         elif not isinstance(error, AiocbError):
             error = _failure(error)
-        reason = finished.reason
+        reason, stop_reason = finished.reason, finished.stop_reason
         if error is not None:
             reason = "timeout" if reason == "timeout" else "error"
         elif output.drop_output and reason == "stop":
-            reason = "length"
-        end = output.end(request, now, reason, finished.stop_reason, error)
+            reason, stop_reason = "length", None
+        end = output.end(request, now, reason, stop_reason, error)
         self._post(slot, output.take(end))
         siblings = self._requests.get(slot)
         if siblings is not None:
