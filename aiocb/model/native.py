@@ -64,7 +64,7 @@ class NativeRunner:
         self._max_model_len = description.max_position_embeddings
         self._sampler = sampler
         self._notes = notes
-        self.choices = tuple(Choice(name, value, "native runner") for name, value in notes.items())
+        self.choices: tuple[Choice, ...] = ()
         self._is_plain: dict[int, bool] = {}
         self._logits: Tensor | None = None
 
@@ -239,7 +239,8 @@ def try_build(
     )
     if isinstance(runner, str):
         return None, runner
-    runner.choices = (*size.choices, *runner.choices)
+    notes = (Choice(name, value, "native runner") for name, value in runner.describe().items() if name != "runner")
+    runner.choices = (*size.choices, *notes)
     return runner, runner.describe()["runner"]
 
 
