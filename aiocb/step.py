@@ -140,7 +140,11 @@ class StepResult(NamedTuple):
 
 
 class Runner(Protocol):
-    """Executes plans. Built, used and closed in the worker thread only."""
+    """Executes plans. Built, used and closed in the worker thread only.
+
+    Two more methods are called where a runner has them: `release(request_ids)` when no further plan will name those
+    requests, and `reload_weights()` when the model's weights may have changed.
+    """
 
     @property
     def cache_layout(self) -> CacheLayout:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Bridge", "LoopBridge", "Signal", "Withdrawn"]
 
 
-class Withdrawn(Exception):  # noqa: N818
+class Withdrawn(Exception):
     """A stream was closed while it waited for room in the queue (internal)."""
 
 

@@ -238,6 +238,12 @@ class EngineCore:
                 self._end(request, finished, now)
         self._flush()
 
+    def release_runner(self) -> None:
+        """Let the runner forget the requests of this core; another core may use it next."""
+        release = getattr(self.runner, "release", None)
+        if release is not None:
+            release(self.scheduler.take_released())
+
     def end_all_dead(self, make_error: Callable[[], Exception]) -> None:
         """As `end_all` after a failed step: the scheduler may be broken and is not asked."""
         for slot, requests in tuple(self._requests.items()):

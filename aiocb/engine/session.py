@@ -78,8 +78,12 @@ class Session:
         )
 
     def _release(self, core: EngineCore) -> None:
-        if self._built is not None:
-            self.source.release(self._built)
+        if self._built is None:
+            return
+        is_dead = self.worker.state == "dead"
+        if not is_dead:
+            core.release_runner()
+        self.source.release(self._built, is_dead)
 
     def _on_exit(self) -> None:
         make_error = self.worker.make_dead_error if self.worker.state == "dead" else _closed_error

@@ -42,8 +42,8 @@ class Source(Protocol):
             ConfigError: the model or the settings cannot work.
         """
 
-    def release(self, built: Built) -> None:
-        """The session is over (worker thread)."""
+    def release(self, built: Built, is_dead: bool) -> None:
+        """The session is over (worker thread); `is_dead`: a step has raised, the runner cannot be trusted."""
 
     @property
     def model(self) -> Any:
@@ -79,6 +79,7 @@ class PretrainedSource:
         self.model: Any = None
 
     def build(self, config: EngineConfig) -> Built:
+        """Load the model, unless an earlier session has, and make a runner; see `Source`."""
         from aiocb.model.build import build_runner, model_defaults
         from aiocb.model.loader import load
 
@@ -88,14 +89,17 @@ class PretrainedSource:
             loaded = load(self.name, dtype=self._dtype, device=self._device, progress=self._progress, **self._options)
             defaults = model_defaults(loaded.model)
             text = TextProcessor(loaded.tokenizer)
-            runner, choices = build_runner(loaded.model, config, owns_model=True, quantization=self._quantization)
+            runner, choices = build_runner(loaded.model, config, owns_model=True)
             self.model = loaded.model
             self._built = Built(runner, text, defaults, [*loaded.choices, *choices])
             self._config = config
             return self._built
 
-    def release(self, built: Built) -> None:
-        """Keep everything: the next entry starts at once."""
+    def release(self, built: Built, is_dead: bool) -> None:
+        """Keep everything, so that the next entry starts at once; load anew after a step has raised."""
+        if is_dead:
+            self._built = None
+            built.runner.close()
 
 
 class LoadedSource:
@@ -108,13 +112,15 @@ class LoadedSource:
         self._lock = threading.Lock()
 
     def build(self, config: EngineConfig) -> Built:
+        """Make a runner over the user's model; see `Source`."""
         from aiocb.model.build import build_runner, model_defaults
 
         with self._lock:
             runner, choices = build_runner(self.model, config, owns_model=False)
-            return Built(runner, self._text, model_defaults(self.model), choices)
+            return Built(runner, self._text, model_defaults(self.model), list(choices))
 
-    def release(self, built: Built) -> None:
+    def release(self, built: Built, is_dead: bool) -> None:
+        """Close the runner."""
         built.runner.close()
 
 
@@ -131,7 +137,9 @@ class RunnerSource:
         self._text = TextProcessor(tokenizer)
 
     def build(self, config: EngineConfig) -> Built:
+        """Make the runner; see `Source`."""
         return Built(self._make_runner(config), self._text, self._defaults)
 
-    def release(self, built: Built) -> None:
+    def release(self, built: Built, is_dead: bool) -> None:
+        """Close the runner."""
         built.runner.close()

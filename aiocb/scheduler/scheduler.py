@@ -227,6 +227,12 @@ class Scheduler:
         """Let a paused request go on, where it stopped if it still has its blocks. No-op unless it is paused."""
         self._roster.resume(request)
 
+    def take_released(self) -> tuple[int, ...]:
+        """The ids that no plan has told the runner of yet (for a last plan without entries)."""
+        released = tuple(self._released)
+        self._released.clear()
+        return released
+
     def preempt_all(self) -> None:
         """Take the blocks of every request: all is recomputed (after the weights have changed)."""
         for request in [*self._roster.running(), *self._roster.paused.values()]:
