@@ -24,10 +24,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from aiocb.attention.base import LayerSpec
+from aiocb.attention.base import AttentionBackend, LayerSpec
 from aiocb.errors import ConfigError
-from aiocb.model.handlers import Handler, NotPlainError, Recorder
+from aiocb.model.batch import pack
+from aiocb.model.handlers import Handler, NotPlainError, PagedHandler, Recorder
+from aiocb.model.kv import PagedCache
 from aiocb.model.positions import PositionTable, find_tables, injected, learn_tables
+from aiocb.step import StepPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -228,6 +231,16 @@ class ModelAdapter:
                     f"{name} cannot be run in packed batches: layer {spec.layer} is {kind} in its configuration but "
                     f"asks its attention for a window of {spec.window}"
                 )
+
+    def run(self, plan: StepPlan, backend: AttentionBackend, cache: PagedCache) -> Tensor:
+        """Copy blocks, pack the plan, and run the model over the pages: logits [N, V]."""
+        if plan.block_copies:
+            cache.copy_blocks(plan.block_copies)
+        if not plan.entries:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        packed = pack(plan, cache.layout, self.device, self.dtype)
+        handler = PagedHandler(backend, cache, self.specs, packed.batch)
+        return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)
 
     def forward(self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler) -> Tensor:
         """Run the model once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""

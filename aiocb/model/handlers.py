@@ -96,6 +96,7 @@ class Recorder:
         self.specs: dict[int, LayerSpec] = {}
         self.attending_modules: set[int] = set()
         self.dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
         self._owners: dict[tuple[int, int], int] = {}
         self._held: list[Tensor] = []
         self._pending: int | None = None
@@ -111,6 +112,9 @@ class Recorder:
         self.dtype = self.dtype or key.dtype
         if key.dtype != self.dtype or value.dtype != self.dtype:
             raise NotPlainError(f"layer {layer} caches {key.dtype} and {value.dtype} where others use {self.dtype}")
+        self._device = self._device or key.device
+        if key.device != self._device:
+            raise NotPlainError(f"layer {layer} is on {key.device}, others on {self._device}; put it on one device")
         if layer in self._shapes:
             raise NotPlainError(f"layer {layer} updates the cache twice in one pass")
         self._shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])

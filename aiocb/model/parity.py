@@ -37,8 +37,24 @@ def check_parity(adapter: ModelAdapter, backend: AttentionBackend, page_size: in
     Raises:
         ConfigError: the logits differ by more than the dtype explains.
     """
-    from aiocb.model.runner import run_plan
+    name = type(adapter.model).__name__
+    try:
+        error = _largest_error(adapter, backend, page_size)
+    except Exception as cause:
+        raise ConfigError(
+            f"{name} cannot be run in packed batches: its self-check failed with {type(cause).__name__}: {cause}"
+        ) from cause
+    tolerance = TOLERANCE.get(adapter.dtype, HALF_TOLERANCE)
+    if not error <= tolerance:
+        raise ConfigError(
+            f"{name} cannot be run in packed batches: its logits differ from the model's own forward by {error:.2g} "
+            f"of their size (at most {tolerance:g} in {adapter.dtype})"
+        )
+    return Choice("parity", f"{error:.1e}", "difference of the logits from the model's own forward, relative")
 
+
+def _largest_error(adapter: ModelAdapter, backend: AttentionBackend, page_size: int) -> float:
+    """Run the steps over a small cache of their own; return the larger error of the two prompts."""
     prompts = [adapter.probe_ids(length, number) for number, length in enumerate(LENGTHS)]
     specs = tuple(adapter.specs.values())
     blocks = [-(-length // page_size) for length in LENGTHS]
@@ -66,20 +82,11 @@ def check_parity(adapter: ModelAdapter, backend: AttentionBackend, page_size: in
                 for number, count in enumerate(counts)
                 if count
             )
-            logits = run_plan(adapter, backend, cache, StepPlan(entries, sum(counts))).float()
+            logits = adapter.run(StepPlan(entries, sum(counts)), backend, cache).float()
             rows[0].append(logits[: counts[0]])
             rows[1].append(logits[counts[0] :])
             done = [done[0] + counts[0], done[1] + counts[1]]
-        error = max(_relative_error(_own_logits(adapter, prompts[n]), torch.cat(rows[n])) for n in (0, 1))
-    cache.close()
-    name = type(adapter.model).__name__
-    tolerance = TOLERANCE.get(adapter.dtype, HALF_TOLERANCE)
-    if not error <= tolerance:
-        raise ConfigError(
-            f"{name} cannot be run in packed batches: its logits differ from the model's own forward by {error:.2g} "
-            f"of their size (at most {tolerance:g} in {adapter.dtype})"
-        )
-    return Choice("parity", f"{error:.1e}", "difference of the logits from the model's own forward, relative")
+        return max(_relative_error(_own_logits(adapter, prompts[n]), torch.cat(rows[n])) for n in (0, 1))
 
 
 def _own_logits(adapter: ModelAdapter, tokens: list[int]) -> Tensor:

@@ -4,12 +4,12 @@ The data path of a step:
 
     plan ─► copy blocks ─► pack ─► model (keys to pages, attention by the backend) ─► logits ─► sampler ─► result
 
-Everything before the sampler is `run_plan`.
+Everything before the sampler is `ModelAdapter.run`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +20,6 @@ from aiocb.attention.base import AttentionBackend
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.adapter import ModelAdapter
-from aiocb.model.batch import pack
-from aiocb.model.handlers import PagedHandler
 from aiocb.model.kv import PagedCache, choose_cache_size
 from aiocb.model.parity import check_parity as check_parity_of
 from aiocb.step import CacheLayout, StepPlan, StepResult
@@ -30,6 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Sampler", "TorchRunner"]
+
+AUTOMATIC = ("sdpa", "eager")
+"""Backends that are tried when none is configured, best first."""
 
 Sampler = Callable[[Tensor, StepPlan], StepResult]
 """Takes logits [N, V], `num_logits` rows of each entry in the plan's order, and returns the step's result."""
@@ -89,10 +90,16 @@ class TorchRunner:
         with torch.inference_mode():
             return self._sampler(self.logits(plan), plan)
 
+    def release(self, request_ids: Iterable[int]) -> None:
+        """Forget requests that no further plan will name."""
+        release = getattr(self._sampler, "release", None)
+        if release is not None:
+            release(request_ids)
+
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the model once over the plan: copies blocks, writes keys and values; returns logits [N, V]."""
-        return run_plan(self._adapter, self._backend, self._cache, plan)
+        return self._adapter.run(plan, self._backend, self._cache)
 
     def describe(self) -> dict[str, str]:
         """What was chosen and why, one line per choice."""
@@ -101,17 +108,6 @@ class TorchRunner:
     def close(self) -> None:
         """Free the cache. Idempotent; the model is as it was found."""
         self._cache.close()
-
-
-def run_plan(adapter: ModelAdapter, backend: AttentionBackend, cache: PagedCache, plan: StepPlan) -> Tensor:
-    """Copy blocks, pack, and run the model: logits [N, V]."""
-    if plan.block_copies:
-        cache.copy_blocks(plan.block_copies)
-    if not plan.entries:
-        return torch.empty(0, adapter.vocab_size, device=adapter.device)
-    packed = pack(plan, cache.layout, adapter.device, adapter.dtype)
-    handler = PagedHandler(backend, cache, adapter.specs, packed.batch)
-    return adapter.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)
 
 
 def _choose_backend(adapter: ModelAdapter, config: EngineConfig) -> tuple[AttentionBackend, Choice]:
@@ -129,5 +125,12 @@ def _choose_backend(adapter: ModelAdapter, config: EngineConfig) -> tuple[Attent
         if reason is not None:
             raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
         return backend, Choice("attention", config.attention, "configured")
-    backend = create_backend("sdpa")
-    return backend, Choice("attention", "sdpa", f"plain torch on {device}")
+    reasons: list[str] = []
+    for name in AUTOMATIC:
+        backend = create_backend(name)
+        reason = refusal(backend)
+        if reason is None:
+            why = "; ".join([f"plain torch on {device}", *reasons])
+            return backend, Choice("attention", name, why)
+        reasons.append(f"not {name}: {reason}")
+    raise ConfigError(f"no attention backend can run this model: {'; '.join(reasons)}")
