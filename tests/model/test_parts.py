@@ -1,0 +1,159 @@
+"""Packing, cache sizes, and the choice of the runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aiocb.attention.base import LayerSpec
+from aiocb.attention.sdpa import SdpaBackend
+from aiocb.config import EngineConfig
+from aiocb.errors import ConfigError
+from aiocb.model.batch import pack
+from aiocb.model.build import build_runner, model_defaults
+from aiocb.model.kv import choose_cache_size
+from aiocb.sampling_params import ModelDefaults, SamplingParams
+from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan
+
+from .helpers import GREEDY, VOCAB, ManualScheduler, argmax_sampler, generate, prompt, tiny
+
+CPU = torch.device("cpu")
+
+
+def entry(number: int, computed: int, new: int, tables: tuple[list[int], ...], num_logits: int = 1) -> StepEntry:
+    tokens = list(range(100 * number, 100 * number + computed + new))
+    return StepEntry(number, tokens, computed + new, computed, new, tables, num_logits, True, GREEDY, 0)
+
+
+class TestPack:
+    LAYOUT = CacheLayout(4, (CacheGroup(None, (0,), 32, 1), CacheGroup(6, (1,), 32, 1)))
+
+    def test_decodes_come_first_and_logits_in_the_order_of_the_plan(self) -> None:
+        entries = (
+            entry(1, 0, 5, ([1, 2], [11, 12]), num_logits=2),
+            entry(2, 9, 1, ([3, 4, 5], [0, 14, 15])),
+            entry(3, 4, 3, ([6, 7], [16, 17]), num_logits=0),
+            entry(4, 0, 1, ([8], [18])),
+        )
+        packed = pack(StepPlan(entries, 10), self.LAYOUT, CPU, torch.float32)
+        assert packed.input_ids.tolist() == [[209, 400, 100, 101, 102, 103, 104, 304, 305, 306]]
+        assert packed.positions.tolist() == [[9, 0, 0, 1, 2, 3, 4, 4, 5, 6]]
+        assert packed.logit_rows.tolist() == [5, 6, 0, 1]
+        batch = packed.batch
+        assert (batch.num_decodes, batch.starts.tolist()) == (2, [0, 1, 2, 7, 10])
+        full, sliding = batch.groups
+        assert full.slots.tolist() == [21, 32, 4, 5, 6, 7, 8, 28, 29, 30]
+        assert full.pages.tolist() == [3, 4, 5, 8, 1, 2, 6, 7]
+        # The query at 9 sees 4..9 with a window of 6: the first page is not needed.
+        assert sliding.pages.tolist() == [14, 15, 18, 11, 12, 16, 17]
+        assert sliding.key_starts.tolist() == [4, 0, 0, 0]
+        assert sliding.slots[0] == 15 * 4 + 1
+
+    def test_short_table_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="shorter"):
+            pack(StepPlan((entry(1, 4, 5, ([1, 2], [3, 4])),), 5), self.LAYOUT, CPU, torch.float32)
+
+    def test_random_plans_name_the_right_slots(self) -> None:
+        random = np.random.default_rng(0)
+        for _ in range(20):
+            entries = []
+            for number in range(int(random.integers(1, 9))):
+                computed, new = int(random.integers(0, 30)), int(random.choice([1, 1, 3, 9]))
+                table = [int(block) for block in random.integers(1, 32, -(-(computed + new) // 4))]
+                entries.append(entry(number, computed, new, (table, table)))
+            packed = pack(StepPlan(tuple(entries), 0), self.LAYOUT, CPU, torch.float32)
+            rows = [one for one in entries if one.num_new_tokens == 1] + [
+                one for one in entries if one.num_new_tokens != 1
+            ]
+            expected = [
+                one.block_tables[0][position // 4] * 4 + position % 4
+                for one in rows
+                for position in range(one.num_computed_tokens, one.num_computed_tokens + one.num_new_tokens)
+            ]
+            for group in packed.batch.groups:
+                assert group.slots.tolist() == expected
+
+
+class TestCacheSize:
+    SPECS = (LayerSpec(0, 4, 2, 64, 64, 0.1), LayerSpec(1, 4, 2, 64, 64, 0.1, window=128))
+
+    def size(self, max_model_len: int = 2048, **config: Any) -> Any:
+        settings = EngineConfig(**config)
+        return choose_cache_size(SdpaBackend(), self.SPECS, settings, max_model_len, torch.float32, CPU)
+
+    def test_default_is_modest_and_explained(self) -> None:
+        size = self.size()
+        full, sliding = size.num_blocks
+        assert full == 64 * 1024 // 16 + 1 and sliding < full
+        assert "64 requests" in size.choices[1].reason
+
+    def test_one_long_request_fits(self) -> None:
+        assert self.size(max_model_len=100_000).num_blocks[0] * 16 >= 100_000
+
+    def test_configured(self) -> None:
+        assert self.size(num_blocks=7, page_size=8).num_blocks == (7, 7)
+        assert self.size(page_size=8).page_size == 8
+
+    def test_share_of_the_memory(self) -> None:
+        small, large = self.size(max_memory_percent=0.001), self.size(max_memory_percent=0.002)
+        assert 1.5 < large.num_blocks[0] / small.num_blocks[0] < 3
+
+    def test_no_room(self) -> None:
+        with pytest.raises(ConfigError, match="no room"):
+            self.size(max_memory_percent=1e-9)
+
+
+class TestBuild:
+    def test_torch_runner_with_the_real_sampler(self) -> None:
+        model = tiny("qwen2")
+        runner, choices = build_runner(model, EngineConfig(native=False, num_blocks=64))
+        scheduler = ManualScheduler(runner)
+        for index in range(3):
+            scheduler.add(prompt(9 + index), 6)
+        assert scheduler.run() == [generate(model, prompt(9 + index), 6) for index in range(3)]
+        sampling = SamplingParams(temperature=1.0, top_p=0.9).resolve(ModelDefaults(VOCAB, 512))
+        one = StepEntry(9, prompt(5), 5, 0, 5, ([1],), 1, True, sampling, 3)
+        first, second = (runner.execute(StepPlan((one,), 5)).token_ids for _ in range(2))
+        assert list(first) == list(second) and first[0] is not None
+        assert runner.execute(StepPlan((), 0, released_ids=(9,))).token_ids == []
+        assert {"runner", "attention", "page_size", "num_blocks", "parity", "max_model_len"} <= {
+            choice.name for choice in choices
+        }
+
+    def test_lengths(self) -> None:
+        model = tiny("llama")
+        assert model_defaults(model).max_model_len == 512
+        runner, _ = build_runner(model, EngineConfig(native=False, num_blocks=64, max_model_len=100))
+        assert runner.max_model_len == 100
+        with pytest.raises(ConfigError, match="more than the model"):
+            build_runner(model, EngineConfig(native=False, max_model_len=513))
+
+    def test_lengths_that_would_change_the_rotation_of_others(self) -> None:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+        assert model_defaults(tiny("llama", rope_parameters=rope)).max_model_len <= 512
+        factors = [1.0] * 8
+        longrope = {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+        }
+        model = tiny("phi3", rope_parameters=longrope, original_max_position_embeddings=64)
+        assert model_defaults(model).max_model_len == 64
+
+    def test_native_that_cannot_be(self) -> None:
+        with pytest.raises(ConfigError, match="native=True"):
+            build_runner(tiny("opt"), EngineConfig(native=True, attention=None, num_blocks=8), sampler=argmax_sampler)
+
+    def test_defaults(self) -> None:
+        model = tiny("llama")
+        model.generation_config.temperature = 0.7
+        model.generation_config.do_sample = True
+        model.generation_config.eos_token_id = [2, 5]
+        defaults = model_defaults(model)
+        assert defaults.eos_token_ids == (2, 5) and defaults.vocab_size == VOCAB
+        assert defaults.generation["temperature"] == 0.7 and defaults.generation["do_sample"] is True
