@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import aiocb
-from aiocb.engine.source import Built, RunnerSource
 from aiocb.sampling_params import ModelDefaults
 from aiocb.step import StepEntry
 from aiocb.testing import FakeRunner, Gate, assert_quiescent, fake_engine, settle
@@ -469,17 +468,16 @@ async def test_streams_of_an_earlier_life_are_closed_in_peace() -> None:
 
 
 async def test_the_runner_is_given_back_once_per_life() -> None:
-    built: list[Built] = []
+    num_closed = 0
 
-    class Source(RunnerSource):
-        def release(self, given: Built) -> None:
-            built.append(given)
-            super().release(given)
+    class Counted(FakeRunner):
+        def close(self) -> None:
+            nonlocal num_closed
+            num_closed += 1
+            super().close()
 
-    runner = FakeRunner()
-    engine = fake_engine(runner=runner, tokenizer=False, config=CHECKED)
-    engine._source = Source(lambda _: runner, ModelDefaults(260, 4096))
+    engine = fake_engine(runner=Counted(), tokenizer=False, config=CHECKED)
     for count in (1, 2):
         async with engine:
             await engine.generate([1], max_new_tokens=2)
-        assert len(built) == count
+        assert num_closed == count
