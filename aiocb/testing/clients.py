@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Client", "Expected", "Letters", "PlannedFault", "Sink", "letters"]
 
 
-class PlannedFault(Exception):  # noqa: N818
+class PlannedFault(Exception):
     """Raised by the simulator on purpose."""
 
 
