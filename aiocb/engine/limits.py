@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["make_scheduler", "most_tokens"]
 
 _GPU_BATCH_TOKENS = 8192
-_CPU_BATCH_TOKENS = 256
+_CPU_BATCH_TOKENS = 128
 _CPU_PREFILL_CHUNK = 128
 _MAX_REQUESTS = 1024
 _TOO_SMALL = "the cache is too small for any request; raise num_blocks or max_memory_percent"

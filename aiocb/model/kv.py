@@ -25,6 +25,7 @@ from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 __all__ = ["CacheSize", "PagedCache", "cache_budget", "choose_cache_size", "format_size", "group_layers"]
 
 CPU_REQUESTS = 64
+MAX_REQUESTS = 1024
 CPU_TOKENS_PER_REQUEST = 1024
 CPU_MAX_BYTES = 2 << 30
 CPU_MAX_SHARE = 0.25
@@ -148,7 +149,8 @@ def choose_cache_size(
 
     wanted = max(CPU_REQUESTS * CPU_TOKENS_PER_REQUEST, max_model_len) if device.type == "cpu" else 1 << 40
     if config.max_memory_percent is not None:
-        wanted = 1 << 40
+        # As much as is allowed, yet no more than a full batch of the longest requests could ever use.
+        wanted = MAX_REQUESTS * max_model_len
     num_tokens = wanted
     if bytes_for(num_tokens) > budget:
         low, high = 0, num_tokens
