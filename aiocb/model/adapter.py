@@ -4,9 +4,9 @@ A transformers model is run as it is. Its attention modules do two things with t
 values to a cache (`cache.update(k, v, layer_idx)`), and they call the attention function that `config` names. Both
 are answered here, by whatever *handler* is active: a `Recorder` in the dry run at load, a `PagedHandler` in each step.
 
-The one name that is registered in transformers is `"aiocb"`, among the attention functions and *not* among the mask
-functions: so the models build no mask. The config's own attention name is set and restored around each step by
-`ModelAdapter.forward`; nothing else of the model is changed.
+The name that steps use, `"aiocb"`, is registered among the attention functions and *not* among the mask functions: so
+the models build no mask (what their masks would hide is learned once at load, see `masks`). The config's own attention
+name is set and restored around each step by `ModelAdapter.forward`; nothing else of the model is changed.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head dim, N logit rows, V vocabulary.
 """
@@ -14,7 +14,7 @@ Legend: T packed tokens, H query heads, K key/value heads, D head dim, N logit r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from aiocb.attention.base import AttentionBackend, LayerSpec
@@ -29,6 +30,7 @@ from aiocb.errors import ConfigError
 from aiocb.model.batch import pack
 from aiocb.model.handlers import Handler, NotPlainError, PagedHandler, Recorder
 from aiocb.model.kv import PagedCache
+from aiocb.model.masks import MaskKind, MaskRecorder
 from aiocb.model.positions import PositionTable, find_tables, injected, learn_tables
 from aiocb.step import StepPlan
 
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION_NAME", "ModelAdapter", "text_config"]
 
 ATTENTION_NAME = "aiocb"
+PROBE_NAME = "aiocb-probe"
+"""Known to the mask functions too; used once at load, to learn what the model's masks hide (see `masks`)."""
 
 _ACTIVE: ContextVar[Handler | None] = ContextVar("aiocb_attention", default=None)
 
@@ -55,6 +59,23 @@ def _attention_forward(
     if handler is None:
         raise RuntimeError("the attention function 'aiocb' was called outside of an engine's step")
     return handler.attend(module, query, key, value, attention_mask, scaling, options), None
+
+
+def _probe_mask(
+    q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any = "cpu", **_: Any
+) -> Tensor:
+    handler = _ACTIVE.get()
+    assert isinstance(handler, MaskRecorder)
+    return handler.make_mask(mask_function, q_length, kv_length, torch.device(device))
+
+
+def _register() -> None:
+    """Make the names known to transformers. Idempotent."""
+    for name in (ATTENTION_NAME, PROBE_NAME):
+        if ALL_ATTENTION_FUNCTIONS.get(name) is not _attention_forward:
+            ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
+    if ALL_MASK_ATTENTION_FUNCTIONS.get(PROBE_NAME) is not _probe_mask:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
 
 
 class StepCache(Cache):
@@ -146,6 +167,7 @@ class ModelAdapter:
         dtype: of keys and values.
         device: of the model's input.
         vocab_size: rows of the logits.
+        length_bound: longest sequence for which the layers are what `specs` says; None is any.
 
     Raises:
         ConfigError: packed execution cannot run this model; the message names the reason.
@@ -156,8 +178,7 @@ class ModelAdapter:
         self.device: torch.device = model.device
         self._configs = _configs_of(model)
         self._arguments = _forward_arguments(model)
-        if ALL_ATTENTION_FUNCTIONS.get(ATTENTION_NAME) is not _attention_forward:
-            ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
+        _register()
         if model.training:
             raise ConfigError("the model is in training mode; call model.eval() first")
         self._tables: list[PositionTable] = []
@@ -165,6 +186,7 @@ class ModelAdapter:
         try:
             with torch.inference_mode():
                 recorder, logits = self._dry_run()
+                masks = self._learn_masks()
                 tables = find_tables(model)
                 if tables:
                     ids = torch.tensor([self.probe_ids(3)], device=self.device)
@@ -180,15 +202,36 @@ class ModelAdapter:
                 f"{type(error).__name__}: {error}"
             ) from error
         self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
+        self.length_bound: int | None = None
+        self._obey_masks(masks)
         self.vocab_size = int(logits.shape[-1])
         assert recorder.dtype is not None
         self.dtype: torch.dtype = recorder.dtype
         self._check_layers(len(recorder.attending_modules))
         self._num_layers = max(self.specs) + 1
 
-    def _dry_run(self, positions: Tensor | None = None) -> tuple[Recorder, Tensor]:
+    def _learn_masks(self) -> dict[int, MaskKind]:
+        """Let the model build its masks once, and learn what they hide."""
+        recorder = MaskRecorder()
+        try:
+            self._dry_run(handler=recorder)
+        except NotPlainError:
+            raise
+        except Exception:
+            # A model that cannot work with such a mask: what its modules say has to do.
+            return {}
+        return recorder.kinds
+
+    def _obey_masks(self, masks: Mapping[int, MaskKind]) -> None:
+        """Take windows from the masks, and bound the length where a mask cuts the sequence into chunks."""
+        for layer, kind in masks.items():
+            self.specs[layer] = self.specs[layer]._replace(window=kind.window)
+            if kind.chunk is not None:
+                self.length_bound = min(kind.chunk, self.length_bound or kind.chunk)
+
+    def _dry_run(self, positions: Tensor | None = None, handler: Recorder | None = None) -> tuple[Recorder, Tensor]:
         """Run three tokens of one request and write down what the layers ask for."""
-        recorder = Recorder()
+        recorder = Recorder() if handler is None else handler
         ids = torch.tensor([self.probe_ids(3)], device=self.device)
         positions = torch.arange(3, device=self.device) if positions is None else positions
         logits = self.forward(ids, positions.unsqueeze(0), torch.tensor([0, 2], device=self.device), recorder)
@@ -212,7 +255,8 @@ class ModelAdapter:
     def _check_layers(self, num_attending: int) -> None:
         """Every decoder layer must have attended, and with the window that its configuration names."""
         config = text_config(self.model)
-        num_layers = getattr(config, "num_hidden_layers", None)
+        # In the bart family num_hidden_layers counts the encoder's.
+        num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
         name = type(self.model).__name__
         if isinstance(num_layers, int) and num_attending < num_layers:
             raise ConfigError(
@@ -261,12 +305,13 @@ class ModelAdapter:
         before = [(config, config._attn_implementation_internal) for config in self._configs]
         token = _ACTIVE.set(handler)
         try:
+            name = PROBE_NAME if isinstance(handler, MaskRecorder) else ATTENTION_NAME
             for config in self._configs:
-                config._attn_implementation_internal = ATTENTION_NAME
+                config._attn_implementation_internal = name
             yield
         finally:
-            for config, name in before:
-                config._attn_implementation_internal = name
+            for config, previous in before:
+                config._attn_implementation_internal = previous
             _ACTIVE.reset(token)
 
 

@@ -90,9 +90,17 @@ class AttentionCall:
 
 
 class Recorder:
-    """Handler of the dry run: one request from position 0, plain attention, everything written down."""
+    """Handler of the dry run: one request from position 0, plain attention, everything written down.
+
+    Attributes:
+        specs: by layer.
+        attending_modules: ids of the modules that have attended.
+        dtype: of keys and values.
+        layer: whose keys were attended to last.
+    """
 
     def __init__(self) -> None:
+        self.layer: int | None = None
         self.specs: dict[int, LayerSpec] = {}
         self.attending_modules: set[int] = set()
         self.dtype: torch.dtype | None = None
@@ -151,6 +159,7 @@ class Recorder:
         if layer is None or key.shape[2] != query.shape[2]:
             raise NotPlainError(f"{type(module).__name__} attends to keys that did not come from the cache")
         self._pending = None
+        self.layer = layer
         num_kv_heads, key_dim, value_dim = self._shapes[layer]
         spec = LayerSpec(
             layer,
@@ -246,9 +255,8 @@ class PagedHandler:
         layer = self._owners.get((id(key), id(value)))
         if layer is None:
             spec = self._specs[self._pending]
-            group = self._cache.group_of_window[call.window]
+            group = self._cache.group_of_layer[spec.layer]
             spec = spec._replace(
-                window=call.window,
                 num_heads=query.shape[1],
                 num_kv_heads=key.shape[1],
                 key_dim=key.shape[3],

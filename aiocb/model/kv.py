@@ -69,7 +69,6 @@ class PagedCache:
         groups = group_layers(specs)
         self._backend = backend
         self.group_of_layer = {spec.layer: index for index, (_, layers) in enumerate(groups) for spec in layers}
-        self.group_of_window = {window: index for index, (window, _) in enumerate(groups)}
         self.layout = CacheLayout(
             page_size,
             tuple(

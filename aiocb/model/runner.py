@@ -61,11 +61,12 @@ class TorchRunner:
     ) -> None:
         self._adapter = ModelAdapter(model)
         self._sampler = sampler
-        self._max_model_len = max_model_len
+        bound = self._adapter.length_bound
+        self._max_model_len = max_model_len if bound is None else min(max_model_len, bound)
         self._backend, attention_choice = _choose_backend(self._adapter, config)
         specs = tuple(self._adapter.specs.values())
         adapter = self._adapter
-        size = choose_cache_size(self._backend, specs, config, max_model_len, adapter.dtype, adapter.device)
+        size = choose_cache_size(self._backend, specs, config, self._max_model_len, adapter.dtype, adapter.device)
         parity = (check_parity_of(adapter, self._backend, size.page_size),) if check_parity else ()
         self._cache = PagedCache(self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device)
         self.choices: Sequence[Choice] = (attention_choice, *size.choices, *parity)

@@ -67,13 +67,37 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone4": {"head_dim": 16, **SLIDING_THEN_FULL},
     "olmo3": SLIDING_THEN_FULL,
     "glm4": {"head_dim": 16},
+    "phimoe": {"sliding_window": 8, **MOE},
+    "llama4_text": {"head_dim": 16, "num_local_experts": 2, "intermediate_size_mlp": 96},
+    "gemma3n_text": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "laurel_rank": 8,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": 96,
+    },
+    "diffllama": {"num_key_value_heads": 4},
+    "bart": {
+        "d_model": 64,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 96,
+        "num_hidden_layers": None,
+    },
 }
 
 
 def tiny(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny random fp32 model in eval mode; weights are large enough for tokens to differ."""
     values = {**SMALL, **MODELS.get(name, {}), **overrides}
-    config = CONFIG_MAPPING[name](**values)
+    config = CONFIG_MAPPING[name](
+        **{key: value for key, value in values.items() if value is not None or key in overrides}
+    )
     torch.manual_seed(seed)
     factory: Any = AutoModelForCausalLM
     model: PreTrainedModel = factory.from_config(config, dtype=torch.float32)

@@ -7,14 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import masking_utils
 
 from aiocb.attention.base import LayerSpec
 from aiocb.attention.sdpa import SdpaBackend
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.model.adapter import ModelAdapter
 from aiocb.model.batch import pack
 from aiocb.model.build import build_runner, model_defaults
+from aiocb.model.handlers import NotPlainError
 from aiocb.model.kv import choose_cache_size
+from aiocb.model.masks import MaskKind, kind_of
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan
 
@@ -75,6 +79,35 @@ class TestPack:
             ]
             for group in packed.batch.groups:
                 assert group.slots.tolist() == expected
+
+
+class TestMasks:
+    @pytest.mark.parametrize("size", [1, 2, 7, 8, 512, 4096, 8191])
+    def test_windows_and_chunks(self, size: int) -> None:
+        window = masking_utils.sliding_window_causal_mask_function(size)
+        assert kind_of(window) == MaskKind(window=size) or size == 1
+        if size > 1:
+            chunked = masking_utils.chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.long))
+            assert kind_of(chunked) == MaskKind(chunk=size)
+
+    def test_full(self) -> None:
+        assert kind_of(masking_utils.causal_mask_function) == MaskKind()
+
+    def test_others_are_refused(self) -> None:
+        with pytest.raises(NotPlainError, match="not causal"):
+            kind_of(lambda b, h, q, k: q >= 0)
+        with pytest.raises(NotPlainError, match="neither"):
+            kind_of(lambda b, h, q, k: (k <= q) & (k % 3 == q % 3))
+
+    def test_a_window_that_only_the_mask_knows(self) -> None:
+        # phimoe's modules say nothing of the window.
+        specs = ModelAdapter(tiny("phimoe", sliding_window=8, num_local_experts=4)).specs
+        assert [spec.window for spec in specs.values()] == [8, 8]
+
+    def test_chunked_attention_bounds_the_length(self) -> None:
+        model = tiny("llama4_text", attention_chunk_size=32, num_local_experts=2, head_dim=16, intermediate_size_mlp=96)
+        runner, _ = build_runner(model, EngineConfig(native=False, num_blocks=64), sampler=argmax_sampler)
+        assert runner.max_model_len == 32
 
 
 class TestCacheSize:
