@@ -61,7 +61,6 @@ def _units() -> tuple[_Unit, ...]:
         *levels,
         _Unit("portable", "level.cpp", ("-O2", "-DAIOCB_ISA=portable")),
         _Unit("api", "api.cpp", ("-O2",)),
-        _Unit("select", "select.cpp", ("-O3",)),
         _Unit("pool", "pool.cpp", ("-O2",)),
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels.build import KernelUnavailable, find_or_build
+from aiocb.kernels.selection import SelectArguments
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,6 +103,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "aiocb_copy_block": (c_int32, [c_void_p, c_int32, c_int32, c_int32]),
     "aiocb_move_block": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32]),
     "aiocb_step": (c_int32, [c_void_p, POINTER(StepArguments)]),
+    "aiocb_select": (c_int32, [c_void_p, POINTER(SelectArguments)]),
     "aiocb_attention": (c_int32, [c_void_p, POINTER(StepArguments), c_int32, c_void_p, c_void_p]),
     "aiocb_linear": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int64]),
     "aiocb_norm": (
@@ -111,8 +113,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "aiocb_activation": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_int32, c_void_p]),
     "aiocb_bandwidth": (c_double, [c_char_p, c_int32, c_int64]),
     "aiocb_arithmetic": (c_double, [c_char_p, c_int32, c_int32]),
-    "aiocb_sample": (None, [c_void_p, c_int64, c_int64, *[c_void_p] * 6]),
-    "aiocb_log_probabilities": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
 }
 
 
@@ -144,43 +144,6 @@ class Library:
         """Measure operations per second of the largest tile with its operands in the nearest cache."""
         rate: float = self.calls.aiocb_arithmetic(level.encode() if level else None, num_threads, FORMATS[dtype])
         return rate
-
-    def sample(
-        self,
-        logits: npt.NDArray[np.float32],
-        *,
-        temperature: npt.NDArray[np.float32],
-        top_k: npt.NDArray[np.int32],
-        top_p: npt.NDArray[np.float32],
-        min_p: npt.NDArray[np.float32],
-        uniform: npt.NDArray[np.float64],
-    ) -> npt.NDArray[np.int32]:
-        """Choose one token per row of `logits` [N, V] with one uniform number in [0, 1) each; equal logits by id.
-
-        `temperature` 0 takes the largest; `top_k` <= 0, `top_p` >= 1 and `min_p` <= 0 are off. Arrays are [N],
-        contiguous, of exactly these types.
-        """
-        import numpy as np
-
-        rows, vocab = logits.shape
-        ids = np.empty(rows, np.int32)
-        self.calls.aiocb_sample(
-            logits.ctypes.data, rows, vocab, temperature.ctypes.data, top_k.ctypes.data, top_p.ctypes.data,
-            min_p.ctypes.data, uniform.ctypes.data, ids.ctypes.data,
-        )  # fmt: skip
-        return ids
-
-    def log_probabilities(
-        self, logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int32], ids: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.float32]:
-        """Return `log_softmax(logits[rows[i]])[ids[i]]` for each i, without the other columns."""
-        import numpy as np
-
-        out = np.empty(len(rows), np.float32)
-        self.calls.aiocb_log_probabilities(
-            logits.ctypes.data, logits.shape[1], rows.ctypes.data, ids.ctypes.data, len(rows), out.ctypes.data
-        )
-        return out
 
 
 class NativeModel:
@@ -309,6 +272,14 @@ class NativeModel:
             KernelError: an id, a row or a block out of bounds; nothing was written.
         """
         self._check(self._calls.aiocb_step(self.handle, ctypes.byref(arguments)))
+
+    def select(self, arguments: SelectArguments) -> None:
+        """Choose tokens or look up log-probabilities; rows are shared among the model's threads, the GIL is free.
+
+        Raises:
+            KernelError: a shape that cannot be.
+        """
+        self._check(self._calls.aiocb_select(self.handle, ctypes.byref(arguments)))
 
     def close(self) -> None:
         """Free everything and join the threads. Idempotent."""

@@ -24,7 +24,7 @@ from aiocb.sampling.rows import parts, row_argmax
 from aiocb.sampling.truncation import SelectionParams, iterate_kept, sorted_candidates
 from aiocb.step import TokenLogprobs
 
-__all__ = ["LOWEST_LOGPROB", "full_logprobs", "processed_logprobs", "raw_logprobs"]
+__all__ = ["LOWEST_LOGPROB", "full_logprobs", "processed_logprobs", "raw_logprobs", "token_logprobs"]
 
 LOWEST_LOGPROB = -9999.0
 
@@ -59,7 +59,7 @@ def full_logprobs(logprobs: Tensor, token_ids: Sequence[int], num_top: Sequence[
     for token_id, value, rank, size, top_values, top_ids in zip(
         token_ids, chosen[:, 0].tolist(), ranks.tolist(), num_top, values.tolist(), ids.tolist(), strict=True
     ):
-        yield _build(token_id, value, rank, list(zip(top_ids[:size], top_values[:size], strict=True)))
+        yield token_logprobs(token_id, value, rank, list(zip(top_ids[:size], top_values[:size], strict=True)))
 
 
 def _most_likely(logprobs: Tensor, num_top: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -113,12 +113,12 @@ def processed_logprobs(
                 token_id = token_ids[row]
                 value = next((value for candidate, value in pairs if candidate == token_id), -math.inf)
                 rank = sum(other > value for other in values) + 1
-                result[row] = _build(token_id, value, rank, pairs[: num_top[row]])
+                result[row] = token_logprobs(token_id, value, rank, pairs[: num_top[row]])
     assert all(one is not None for one in result)
     return [one for one in result if one is not None]
 
 
-def _build(token_id: int, value: float, rank: int, top: list[tuple[int, float]]) -> TokenLogprobs:
+def token_logprobs(token_id: int, value: float, rank: int, top: list[tuple[int, float]]) -> TokenLogprobs:
     """Make the result finite and let `top` include the token itself."""
     value = value if value > LOWEST_LOGPROB else LOWEST_LOGPROB  # NaN too
     top = [(other, number) for other, number in top if number > -math.inf]

@@ -28,7 +28,7 @@ from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, select
 from aiocb.sampling.truncation import SelectionParams, is_truncated
 from aiocb.step import StepEntry, StepPlan, StepResult, TokenLogprobs
 
-__all__ = ["Sampler", "is_greedy_plain"]
+__all__ = ["Sampler", "failure_of", "is_greedy_plain"]
 
 
 def is_greedy_plain(plan: StepPlan) -> bool:
@@ -46,7 +46,7 @@ def is_greedy_plain(plan: StepPlan) -> bool:
 class _Batch:
     """What is constant while the same requests sample in the same order."""
 
-    __slots__ = ("is_plain", "keys", "logprob_rows", "params", "request_ids", "stage", "truncated")
+    __slots__ = ("is_plain", "keys", "logprob_rows", "params", "request_ids", "stage", "truncated", "wants_raw")
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class _Batch:
             row for row, sampling in enumerate(samplings) if not sampling.is_greedy and is_truncated(sampling)
         )
         self.logprob_rows = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
+        self.wants_raw = any(samplings[row].logprobs_mode == "raw" for row in self.logprob_rows)
 
 
 class Sampler:
@@ -111,6 +112,27 @@ class Sampler:
             Token ids, [N] int64; `INVALID_ROW` for a row with NaN, `EMPTY_ROW` for one of nothing but -inf.
         """
         return select(logits, params, uniforms)
+
+    def raw_logprobs(
+        self, logits: Tensor, rows: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Look up some rows of the model's logits, [A, V]; a seam, too. See `logprobs.raw_logprobs`."""
+        return raw_logprobs(take(logits, rows), token_ids, num_top)
+
+    def processed_logprobs(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        params: SelectionParams,
+        is_truncated: Tensor,
+        token_ids: Sequence[int],
+        num_top: Sequence[int],
+    ) -> list[TokenLogprobs]:
+        """Look up some rows of processed logits, [N, V]; a seam that goes with `select`.
+
+        All but `logits` is aligned with `rows`. See `logprobs.processed_logprobs`.
+        """
+        return processed_logprobs(take(logits, rows), params, is_truncated, token_ids, num_top)
 
     @torch.no_grad()
     def __call__(self, logits: Tensor, plan: StepPlan) -> StepResult:
@@ -185,7 +207,7 @@ class Sampler:
         if not bool((maxima > -math.inf).all()):
             for entry, value in zip(entries, maxima.tolist(), strict=True):
                 if not value > -math.inf:
-                    errors[entry.request_id] = _failure(INVALID_ROW if math.isnan(value) else EMPTY_ROW)
+                    errors[entry.request_id] = failure_of(INVALID_ROW if math.isnan(value) else EMPTY_ROW)
         return chosen
 
     def _sample(
@@ -196,7 +218,7 @@ class Sampler:
         if batch.stage is None:
             work = logits.to(torch.float32)
         else:
-            work = self._copy(logits)
+            work = self._workspace(logits, batch.wants_raw)
             histories = [(entry.tokens, length) for entry, length in zip(entries, lengths, strict=True)]
             for row, error in process(work, batch.stage, histories).items():
                 errors[entries[row].request_id] = error
@@ -209,14 +231,14 @@ class Sampler:
         if min(chosen) < 0:
             for entry, token_id in zip(entries, chosen, strict=True):
                 if token_id < 0:
-                    errors.setdefault(entry.request_id, _failure(token_id))
+                    errors.setdefault(entry.request_id, failure_of(token_id))
         logprobs = None
         if batch.logprob_rows:
             logprobs = self._logprobs(logits, work, entries, batch, chosen, errors)
         return chosen, logprobs
 
-    def _copy(self, logits: Tensor) -> Tensor:
-        """Copy logits to be processed, [N, V] float32, valid until the next step."""
+    def _workspace(self, logits: Tensor, is_read_later: bool) -> Tensor:
+        """Logits that may be changed, [N, V] float32, valid until the next step: a copy, here in any case."""
         num_rows, vocab_size = logits.shape
         if self._buffer is None or len(self._buffer) < num_rows:
             # Kept, because fresh pages for it would cost more than all of the processing. An ordinary tensor, because
@@ -248,10 +270,11 @@ class Sampler:
             token_ids = [chosen[row] for row in rows]
             num_top = [entries[row].sampling.logprobs or 0 for row in rows]
             if mode == "raw":
-                found = raw_logprobs(take(logits, index), token_ids, num_top)
+                found = self.raw_logprobs(logits, index, token_ids, num_top)
             else:
                 truncated = torch.tensor([row in batch.truncated for row in rows], device=logits.device)
-                found = processed_logprobs(take(work, index), batch.params.subset(index), truncated, token_ids, num_top)
+                params = batch.params.subset(index)
+                found = self.processed_logprobs(work, index, params, truncated, token_ids, num_top)
             for row, one in zip(rows, found, strict=True):
                 result[row] = one
         return result
@@ -264,10 +287,11 @@ class Sampler:
         for entry, start, targets in prompts:
             part = logits[start : start + len(targets)]
             if bool(part.isnan().any()):
-                errors[entry.request_id] = _failure(INVALID_ROW)
+                errors[entry.request_id] = failure_of(INVALID_ROW)
                 continue
             num_top = int(entry.sampling.prompt_logprobs or 0)
-            result[entry.request_id] = raw_logprobs(part, targets, [num_top] * len(targets))
+            rows = torch.arange(len(targets), device=logits.device)
+            result[entry.request_id] = self.raw_logprobs(part, rows, targets, [num_top] * len(targets))
         return result
 
 
@@ -297,7 +321,8 @@ def _split_rows(plan: StepPlan, num_rows: int) -> tuple[list[int], list[tuple[St
     return rows, prompts
 
 
-def _failure(code: int) -> RequestFailed:
+def failure_of(code: int) -> RequestFailed:
+    """The error of a request whose selection gave `INVALID_ROW` or `EMPTY_ROW`."""
     if code == INVALID_ROW:
         return RequestFailed("the model's logits hold NaN")
     return RequestFailed(

@@ -7,6 +7,7 @@
 
 #include "model.h"
 #include "pool.h"
+#include "selection.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -152,6 +153,9 @@ struct Handle {
   const Level* level = nullptr;
   Arena memory{size_t(32) << 20};  // weights, norms, pools
   Arena buffers{size_t(8) << 20};  // of the step, replaced when it grows
+  Arena selecting{size_t(1) << 20};  // scratch of selection, replaced when it grows
+  char* select_scratch = nullptr;
+  int64_t select_bytes = 0;
   std::vector<AttentionItem> items;
   std::vector<int32_t> positions;
   int max_tokens = 0, max_outputs = 0;
@@ -464,6 +468,33 @@ AIOCB_API int aiocb_step(Handle* handle, const StepArgs* args) {
   pool_run(handle->plain.pool, [](void* opaque, int thread, int num_threads) {
     Context* c = static_cast<Context*>(opaque);
     c->handle->level->step(&c->handle->plain, c->args, thread, num_threads);
+  }, &context);
+  return kOk;
+}
+
+// Choose tokens, or look up log-probabilities, of rows of logits: see selection.h. Rows are shared among the threads.
+AIOCB_API int aiocb_select(Handle* handle, SelectArgs* args) {
+  if (args->num_rows < 0 || args->vocab < 1 || args->stride < 0)
+    return fail(handle, kBadShape, "selection of %ld rows of %ld, %ld apart", args->num_rows, args->vocab, args->stride);
+  Pool* pool = handle->plain.pool;
+  args->pool = pool;
+  args->scratch_bytes = (select_scratch_bytes(args->vocab) + 4095) / 4096 * 4096;
+  const int64_t bytes = args->scratch_bytes * pool_size(pool);
+  if (bytes > handle->select_bytes) {
+    handle->selecting.clear();
+    handle->select_scratch = handle->selecting.take(bytes);
+    handle->select_bytes = handle->select_scratch ? bytes : 0;
+    if (!handle->select_scratch) return fail(handle, kNoMemory, "no memory to select from %ld tokens", args->vocab);
+  }
+  args->scratch = handle->select_scratch;
+  pool_reset_counters(pool, 1);
+  struct Context {
+    Handle* handle;
+    const SelectArgs* args;
+  } context = {handle, args};
+  pool_run(pool, [](void* opaque, int thread, int num_threads) {
+    Context* c = static_cast<Context*>(opaque);
+    c->handle->level->select(c->args, thread, num_threads);
   }, &context);
   return kOk;
 }

@@ -7,6 +7,7 @@
 #include "model.h"
 #include "pool.h"
 #include "rows.h"
+#include "select.h"
 #include "vec.h"
 
 namespace aiocb {
@@ -346,7 +347,7 @@ int64_t multiply_add(int format, int repeats) {
 #define AIOCB_STRING_(name) #name
 #define AIOCB_STRING(name) AIOCB_STRING_(name)
 extern const Level level;
-const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, norm, activation,
+const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, norm, activation, select,
                      read_memory, multiply_add};
 
 }  // namespace AIOCB_ISA

@@ -97,6 +97,7 @@ struct Buffers {
 };
 
 struct Pool;
+struct SelectArgs;
 
 struct Model {
   Config config;
@@ -126,6 +127,7 @@ struct Level {
   void (*norm)(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format,
                char* out, int64_t out_stride);
   void (*activation)(int kind, const float* gate, const float* up, int count, float* out);
+  void (*select)(const SelectArgs* args, int thread, int num_threads);
   float (*read_memory)(const char* data, int64_t bytes, int thread, int num_threads);
   int64_t (*multiply_add)(int format, int repeats);
 };
