@@ -14,6 +14,7 @@ __all__ = ["BACKENDS", "create_backend"]
 
 BACKENDS: dict[str, str] = {
     "reference": "aiocb.attention.reference:ReferenceBackend",
+    "cpu": "aiocb.attention.cpu:CpuBackend",
     "sdpa": "aiocb.attention.sdpa:SdpaBackend",
     "eager": "aiocb.attention.eager:EagerBackend",
 }

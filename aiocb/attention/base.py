@@ -59,7 +59,9 @@ class Capabilities(NamedTuple):
         dtypes: names of torch dtypes (`"bfloat16"`), empty for any.
         has_window, has_softcap, has_sinks: honoured.
         has_unequal_dims: Dk and Dv may differ.
+        has_gathered: layers that work on what the cache returns can be served.
         max_head_dim: largest D, None for any.
+        head_dim_multiple: D must be a multiple of it.
         page_sizes: allowed page sizes, empty for any.
         default_page_size: taken when nothing is configured.
     """
@@ -70,7 +72,9 @@ class Capabilities(NamedTuple):
     has_softcap: bool = True
     has_sinks: bool = True
     has_unequal_dims: bool = True
+    has_gathered: bool = True
     max_head_dim: int | None = None
+    head_dim_multiple: int = 1
     page_sizes: tuple[int, ...] = ()
     default_page_size: int = 16
 
@@ -86,10 +90,14 @@ class Capabilities(NamedTuple):
             return f"layer {spec.layer} caps its scores (softcap)"
         if spec.has_sinks and not self.has_sinks:
             return f"layer {spec.layer} has attention sinks"
+        if spec.is_gathered and not self.has_gathered:
+            return f"layer {spec.layer} works on gathered keys and values"
         if spec.key_dim != spec.value_dim and not self.has_unequal_dims:
             return f"layer {spec.layer} has keys of {spec.key_dim} and values of {spec.value_dim}"
         if self.max_head_dim is not None and max(spec.key_dim, spec.value_dim) > self.max_head_dim:
             return f"layer {spec.layer} has heads of {max(spec.key_dim, spec.value_dim)} > {self.max_head_dim}"
+        if spec.key_dim % self.head_dim_multiple or spec.value_dim % self.head_dim_multiple:
+            return f"layer {spec.layer} has heads of {spec.key_dim}, not a multiple of {self.head_dim_multiple}"
         return None
 
 

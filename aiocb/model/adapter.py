@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,8 @@ from aiocb.step import StepPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from aiocb.model.packed_linears import PackedLinears
 
 __all__ = ["ATTENTION_NAME", "ModelAdapter", "text_config"]
 
@@ -209,6 +211,7 @@ class ModelAdapter:
         self.dtype: torch.dtype = recorder.dtype
         self._check_layers(len(recorder.attending_modules))
         self._num_layers = max(self.specs) + 1
+        self.linears: PackedLinears | None = None
 
     def _learn_masks(self) -> dict[int, MaskKind]:
         """Let the model build its masks once, and learn what they hide."""
@@ -284,7 +287,8 @@ class ModelAdapter:
             return torch.empty(0, self.vocab_size, device=self.device)
         packed = pack(plan, cache.layout, self.device, self.dtype)
         handler = PagedHandler(backend, cache, self.specs, packed.batch)
-        return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)
+        with nullcontext() if self.linears is None else self.linears.active():
+            return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)
 
     def forward(self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler) -> Tensor:
         """Run the model once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""

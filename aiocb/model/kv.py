@@ -22,7 +22,15 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 
-__all__ = ["CacheSize", "PagedCache", "cache_budget", "choose_cache_size", "format_size", "group_layers"]
+__all__ = [
+    "CacheSize",
+    "PagedCache",
+    "cache_budget",
+    "choose_cache_size",
+    "format_size",
+    "free_memory",
+    "group_layers",
+]
 
 CPU_REQUESTS = 64
 MAX_REQUESTS = 1024
@@ -180,7 +188,7 @@ def cache_budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     """Return the bytes that the cache may take, and the reason."""
     share = config.max_memory_percent
     if device.type == "cpu":
-        free = _free_memory()
+        free = free_memory()
         if share is not None:
             return int(free * share), f"max_memory_percent={share:g} of {format_size(free)} free memory"
         budget = min(CPU_MAX_BYTES, int(free * CPU_MAX_SHARE))
@@ -191,7 +199,7 @@ def cache_budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
         )
         return budget, f"bounded by {bound}"
     if device.type != "cuda":
-        free = _free_memory()
+        free = free_memory()
         return int(free * (share or CPU_MAX_SHARE)), f"{share or CPU_MAX_SHARE:.0%} of {format_size(free)} free memory"
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
@@ -200,7 +208,7 @@ def cache_budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     return max(budget, 0), f"{chosen:.0%} of {format_size(free)} free device memory"
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Bytes of memory that can be had without swapping."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -9,17 +9,17 @@ Everything before the sampler is `ModelAdapter.run`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from aiocb.attention import create_backend
-from aiocb.attention.base import AttentionBackend
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.adapter import ModelAdapter
+from aiocb.model.generic import choose_backend, pack_linears
 from aiocb.model.kv import PagedCache, choose_cache_size
 from aiocb.model.parity import check_parity as check_parity_of
 from aiocb.step import CacheLayout, StepPlan, StepResult
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["Sampler", "TorchRunner"]
-
-AUTOMATIC = ("sdpa", "eager")
-"""Backends that are tried when none is configured, best first."""
 
 Sampler = Callable[[Tensor, StepPlan], StepResult]
 """Takes logits [N, V], `num_logits` rows of each entry in the plan's order, and returns the step's result."""
@@ -63,13 +60,28 @@ class TorchRunner:
         self._sampler = sampler
         bound = self._adapter.length_bound
         self._max_model_len = max_model_len if bound is None else min(max_model_len, bound)
-        self._backend, attention_choice = _choose_backend(self._adapter, config)
-        specs = tuple(self._adapter.specs.values())
+        self._uses_native = False
+        self.choices: Sequence[Choice] = ()
+        try:
+            self._assemble(config, check_parity)
+        except ConfigError as error:
+            if config.native is not None or not self._uses_native:
+                raise
+            self._adapter.linears = None
+            self._assemble(dataclasses.replace(config, native=False), check_parity)
+            self.choices = (Choice("generic kernels", "off", str(error)), *self.choices)
+
+    def _assemble(self, config: EngineConfig, check_parity: bool) -> None:
+        """Choose attention and linears, size the cache, and compare with the model's own forward."""
         adapter = self._adapter
+        self._backend, attention_choice = choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
+        adapter.linears, linears_choice = pack_linears(adapter.model, self._backend, config)
+        self._uses_native = adapter.linears is not None or self._backend.name == "cpu"
+        specs = tuple(adapter.specs.values())
         size = choose_cache_size(self._backend, specs, config, self._max_model_len, adapter.dtype, adapter.device)
         parity = (check_parity_of(adapter, self._backend, size.page_size),) if check_parity else ()
         self._cache = PagedCache(self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device)
-        self.choices: Sequence[Choice] = (attention_choice, *size.choices, *parity)
+        self.choices = (attention_choice, linears_choice, *size.choices, *parity)
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -102,6 +114,11 @@ class TorchRunner:
         """Run the model once over the plan: copies blocks, writes keys and values; returns logits [N, V]."""
         return self._adapter.run(plan, self._backend, self._cache)
 
+    def reload_weights(self) -> None:
+        """Pack the weights again: they may have changed while the engine was paused."""
+        if self._adapter.linears is not None:
+            self._adapter.linears.repack()
+
     def describe(self) -> dict[str, str]:
         """What was chosen and why, one line per choice."""
         return {choice.name: f"{choice.value} ({choice.reason})" for choice in self.choices}
@@ -109,29 +126,6 @@ class TorchRunner:
     def close(self) -> None:
         """Free the cache. Idempotent; the model is as it was found."""
         self._cache.close()
-
-
-def _choose_backend(adapter: ModelAdapter, config: EngineConfig) -> tuple[AttentionBackend, Choice]:
-    """Take the configured backend, else the first that can run every layer."""
-    dtype = str(adapter.dtype).removeprefix("torch.")
-    device = adapter.device.type
-
-    def refusal(backend: AttentionBackend) -> str | None:
-        reasons = (backend.capabilities.refusal(spec, device, dtype) for spec in adapter.specs.values())
-        return next((reason for reason in reasons if reason is not None), None)
-
-    if config.attention is not None:
-        backend = create_backend(config.attention)
-        reason = refusal(backend)
-        if reason is not None:
-            raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
-        return backend, Choice("attention", config.attention, "configured")
-    reasons: list[str] = []
-    for name in AUTOMATIC:
-        backend = create_backend(name)
-        reason = refusal(backend)
-        if reason is None:
-            why = "; ".join([f"plain torch on {device}", *reasons])
-            return backend, Choice("attention", name, why)
-        reasons.append(f"not {name}: {reason}")
-    raise ConfigError(f"no attention backend can run this model: {'; '.join(reasons)}")
+        if self._adapter.linears is not None:
+            self._adapter.linears.close()
+            self._adapter.linears = None

@@ -621,3 +621,5 @@ AIOCB_API double aiocb_arithmetic(const char* level, int num_threads, int format
   pool_destroy(pool);
   return best;
 }
+
+#include "generic_api.h"

@@ -4,6 +4,7 @@
 // of a few stages per layer with a barrier between them; every stage cuts its work so that no output has two owners.
 #include "attention.h"
 #include "gemm.h"
+#include "generic.h"
 #include "model.h"
 #include "pool.h"
 #include "rows.h"
@@ -348,7 +349,7 @@ int64_t multiply_add(int format, int repeats) {
 #define AIOCB_STRING(name) AIOCB_STRING_(name)
 extern const Level level;
 const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, norm, activation, select,
-                     read_memory, multiply_add};
+                     read_memory, multiply_add, paged_write, paged_attend, linear_rows};
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb

@@ -116,6 +116,34 @@ struct PackArgs {
   int32_t source_format, depth;
 };
 
+// One layer's paged attention over torch tensors (generic.h): strides in bytes, rows contiguous along the head dim.
+struct PagedCall {
+  int32_t num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window;
+  float scale, softcap;
+  char* pool;                     // [B][K][K page, V page] of one layer
+  const char *query, *key, *value;
+  int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride;
+  const int64_t* slots;           // [T] block * page size + offset of each new token
+  const int32_t* starts;          // [R] position of the first new token
+  const int32_t* lengths;         // [R] new tokens
+  const int32_t* pages;           // the visible blocks of all sequences, one after another
+  const int32_t* offsets;         // [R] where the block of position 0 is, or would be, in `pages`
+  const int32_t* num_pages;       // [R] visible blocks
+  const float* sinks;             // [H] or null
+  char* out;                      // [T][H][D]
+};
+
+// A paged call as the whole step's attention takes it.
+struct PagedModel {
+  const PagedCall* call;
+  Model model;
+  Layer layer;
+  Group group;
+  StepArgs args;
+  const int32_t* tables[1];
+  const int32_t* offsets[1];
+};
+
 // What one instruction-set level offers; `run` is called by every thread of the pool.
 struct Level {
   const char* name;
@@ -130,6 +158,10 @@ struct Level {
   void (*select)(const SelectArgs* args, int thread, int num_threads);
   float (*read_memory)(const char* data, int64_t bytes, int thread, int num_threads);
   int64_t (*multiply_add)(int format, int repeats);
+  void (*paged_write)(const PagedCall* call, int thread, int num_threads);
+  void (*paged_attend)(const PagedModel* model, int thread, int num_threads);
+  void (*linear_rows)(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,
+                      int thread, int num_threads);
 };
 
 }  // namespace aiocb

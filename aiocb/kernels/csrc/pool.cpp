@@ -79,6 +79,12 @@ struct alignas(64) Pool {
   std::condition_variable barrier_wake;
   std::unique_ptr<std::atomic<int>[]> counters;
   int capacity = 0;
+  Team team = {};
+
+  void run_in_team() {
+    FlushDenormals flush;
+    region(context, team.thread(), team.size());
+  }
 
   void work(int thread) {
     if (!cores.empty()) bind_to_core(cores[size_t(thread)]);
@@ -125,6 +131,13 @@ Pool* pool_create(int num_threads, const int32_t* cores) {
   return pool;
 }
 
+Pool* pool_create_team(int num_threads, const Team* team) {
+  Pool* pool = new Pool;
+  pool->num_threads = num_threads < 1 ? 1 : num_threads;
+  pool->team = *team;
+  return pool;
+}
+
 void pool_destroy(Pool* pool) {
   pool->is_closing = true;
   pool->start_epoch();
@@ -143,6 +156,9 @@ void pool_run(Pool* pool, Region region, void* context) {
   if (pool->num_threads == 1) return region(context, 0, 1);
   pool->region = region;
   pool->context = context;
+  if (pool->team.parallel)
+    return pool->team.parallel([](void* opaque) { static_cast<Pool*>(opaque)->run_in_team(); }, pool,
+                               unsigned(pool->num_threads), 0);
   pool->start_epoch();
   region(context, 0, pool->num_threads);
   pool_barrier(pool);

@@ -10,6 +10,14 @@ struct Pool;
 typedef void (*Region)(void* context, int thread, int num_threads);
 
 Pool* pool_create(int num_threads, const int32_t* cores);  // cores: one per thread, or null
+// Runs its regions on the threads of an OpenMP runtime that is there already (torch's): whoever alternates with torch's
+// operators must not bring threads of its own, the two would wait for each other's spinning. No barriers inside regions.
+struct Team {
+  void (*parallel)(void (*function)(void*), void* data, unsigned num_threads, unsigned flags);  // GOMP_parallel
+  int (*thread)();                                                                              // omp_get_thread_num
+  int (*size)();                                                                                // omp_get_num_threads
+};
+Pool* pool_create_team(int num_threads, const Team* team);
 void pool_destroy(Pool* pool);
 int pool_size(const Pool* pool);
 void pool_run(Pool* pool, Region region, void* context);   // returns when every thread has finished

@@ -1,0 +1,128 @@
+// Attention and linears over torch tensors, for models that are run operator by operator.
+//
+// Attention is the whole step's (attention.h), on the same pages; only the queries come from a tensor with strides and
+// the new keys and values are placed by slot.
+#pragma once
+#include "attention.h"
+#include "gemm.h"
+#include "model.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace aiocb {
+namespace AIOCB_ISA {
+namespace {
+
+struct Rows {
+  int begin, end;
+};
+AIOCB_INLINE Rows rows_of(int count, int thread, int num_threads) {
+  return {int(int64_t(count) * thread / num_threads), int(int64_t(count) * (thread + 1) / num_threads)};
+}
+
+// K page [D / step][16 tokens][step], V page [16 tokens / step][D][step].
+template <class F>
+AIOCB_INLINE void write_rows(const PagedCall& c, int thread, int num_threads) {
+  typedef typename F::Element E;
+  constexpr int step = F::kStep;
+  const int dim = c.head_dim;
+  const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E), block_bytes = 2 * page_bytes * c.num_kv_heads;
+  const Rows tokens = rows_of(c.num_tokens, thread, num_threads);
+  for (int token = tokens.begin; token < tokens.end; ++token) {
+    const int64_t slot = c.slots[token];
+    char* pages = c.pool + slot / kPageSize * block_bytes;
+    if (token + 1 < tokens.end && c.slots[token + 1] / kPageSize != slot / kPageSize) {
+      const int64_t next = c.slots[token + 1];
+      const char* later = c.pool + next / kPageSize * block_bytes;
+      const int64_t line = next % kPageSize / step * dim * 4;
+      for (int h = 0; h < c.num_kv_heads; ++h, later += 2 * page_bytes) {
+        for (int d = 0; d < dim / step; ++d) __builtin_prefetch(later + d * 64, 1, 2);
+        for (int d = 0; d < dim; d += 16) __builtin_prefetch(later + page_bytes + line + d * 4, 1, 2);
+      }
+    }
+    const int place = int(slot % kPageSize);
+    for (int h = 0; h < c.num_kv_heads; ++h, pages += 2 * page_bytes) {
+      const char* key = c.key + token * c.key_stride + h * c.key_head_stride;
+      const E* value = reinterpret_cast<const E*>(c.value + token * c.value_stride + h * c.value_head_stride);
+      char* column = pages + place * 4;
+      for (int d = 0; d < dim / step; ++d) std::memcpy(column + d * 64, key + d * 4, 4);
+      E* line = reinterpret_cast<E*>(pages + page_bytes) + int64_t(place / step) * dim * step + place % step;
+      for (int d = 0; d < dim; ++d) line[d * step] = value[d];
+    }
+  }
+}
+
+// An item owns its tokens and heads, so it brings its own queries to where run_attention reads them: [K][T][G][D].
+template <class F>
+AIOCB_INLINE void attend_items(const PagedModel& paged, int thread) {
+  const PagedCall& c = *paged.call;
+  const Model& model = paged.model;
+  const int group = c.num_heads / c.num_kv_heads;
+  const int64_t row_bytes = int64_t(c.head_dim) * sizeof(typename F::Element);
+  char* scratch = model.buffers.scratch + thread * model.buffers.scratch_bytes;
+  for (int i; (i = pool_next(model.pool, 0)) < model.buffers.num_items;) {
+    const AttentionItem& item = model.buffers.items[i];
+    const int first = item.first_row + item.first_token;
+    for (int head = item.first_head; head < item.last_head; ++head)
+      for (int token = first; token < first + item.num_tokens; ++token)
+        for (int g = 0; g < group; ++g)
+          std::memcpy(model.buffers.queries + ((int64_t(head) * c.num_tokens + token) * group + g) * row_bytes,
+                      c.query + token * c.query_stride + (head * group + g) * c.query_head_stride, size_t(row_bytes));
+    run_attention<F>(model, paged.args, paged.layer, item, scratch);
+  }
+}
+
+// out = sums + bias, in the dtype of the activations.
+template <class E>
+struct RowsEpilogue {
+  char* out;
+  int64_t stride;  // bytes
+  int columns;
+  const float* bias;
+  AIOCB_INLINE void operator()(int first, int rows, int panel, const float* sums) const {
+    const int width = columns - panel * kPanel < kPanel ? columns - panel * kPanel : kPanel;
+    for (int r = 0; r < rows; ++r) {
+      E* target = reinterpret_cast<E*>(out + (first + r) * stride) + panel * kPanel;
+      for (int c = 0; c < width; c += 16) {
+        F16 value = load(sums + r * kPanel + c);
+        if (bias) value = value + load(bias + panel * kPanel + c);
+        if (c + 16 <= width) {
+          store(target + c, value);
+        } else {
+          E lanes[16];
+          store(lanes, value);
+          std::memcpy(target + c, lanes, size_t(width - c) * sizeof(E));
+        }
+      }
+    }
+  }
+};
+
+void paged_write(const PagedCall* call, int thread, int num_threads) {
+  if (call->format == kF32)
+    write_rows<F32Format>(*call, thread, num_threads);
+  else
+    write_rows<Bf16Format>(*call, thread, num_threads);
+}
+
+void paged_attend(const PagedModel* model, int thread, int) {
+  if (model->call->format == kF32)
+    attend_items<F32Format>(*model, thread);
+  else
+    attend_items<Bf16Format>(*model, thread);
+}
+
+void linear_rows(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,
+                 int thread, int num_threads) {
+  if (linear->format == kF32) {
+    RowsEpilogue<float> epilogue = {out, out_stride, linear->columns, linear->bias};
+    run_linear<F32Format>(*linear, a, a_stride, rows, nullptr, thread, num_threads, epilogue);
+  } else {
+    RowsEpilogue<uint16_t> epilogue = {out, out_stride, linear->columns, linear->bias};
+    run_linear<Bf16Format>(*linear, a, a_stride, rows, nullptr, thread, num_threads, epilogue);
+  }
+}
+
+}  // namespace
+}  // namespace AIOCB_ISA
+}  // namespace aiocb

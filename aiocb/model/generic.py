@@ -1,0 +1,94 @@
+"""How a model that is run operator by operator gets its attention and its linears: native where that can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from aiocb.attention import create_backend
+from aiocb.attention.base import AttentionBackend, LayerSpec
+from aiocb.config import Choice, EngineConfig
+from aiocb.errors import ConfigError
+from aiocb.kernels import KernelUnavailable, load
+from aiocb.kernels.generic import GenericKernels
+from aiocb.model.kv import format_size, free_memory
+
+if TYPE_CHECKING:
+    from aiocb.model.packed_linears import PackedLinears
+
+__all__ = ["choose_backend", "pack_linears"]
+
+AUTOMATIC = ("cpu", "sdpa", "eager")
+"""Backends that are tried when none is configured, best first."""
+
+
+def choose_backend(
+    specs: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device, config: EngineConfig
+) -> tuple[AttentionBackend, Choice]:
+    """Take the configured backend, else the first that can run every layer.
+
+    Raises:
+        ConfigError: the configured backend cannot run this model, or none can.
+    """
+    layers = tuple(specs)
+    dtype_name = str(dtype).removeprefix("torch.")
+
+    def refusal(backend: AttentionBackend) -> str | None:
+        reasons = (backend.capabilities.refusal(spec, device.type, dtype_name) for spec in layers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    if config.attention is not None:
+        backend = create_backend(config.attention)
+        reason = refusal(backend)
+        if reason is not None:
+            raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
+        return backend, Choice("attention", config.attention, "configured")
+    reasons: list[str] = []
+    for name in AUTOMATIC:
+        if name == "cpu" and (config.native is False or device.type != "cpu"):
+            continue
+        try:
+            backend = create_backend(name)
+        except ConfigError as error:
+            reasons.append(str(error))
+            continue
+        reason = refusal(backend)
+        sizes = backend.capabilities.page_sizes
+        if reason is None and sizes and config.page_size not in (None, *sizes):
+            reason = f"it works on pages of {', '.join(map(str, sizes))} tokens, not {config.page_size}"
+        if reason is None:
+            why = "native paged attention" if name == "cpu" else f"plain torch on {device.type}"
+            return backend, Choice("attention", name, "; ".join([why, *reasons]))
+        reasons.append(f"not {name}: {reason}")
+    raise ConfigError(f"no attention backend can run this model: {'; '.join(reasons)}")
+
+
+def pack_linears(
+    model: nn.Module, backend: AttentionBackend, config: EngineConfig
+) -> tuple[PackedLinears | None, Choice]:
+    """Pack the model's linears for the native kernels, or say why they stay torch's."""
+    if config.native is False:
+        return None, Choice("linears", "torch", "native=False")
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if device != "cpu":
+        return None, Choice("linears", "torch", f"the model is on {device}")
+    # The threads that the attention uses, if it is native.
+    kernels: GenericKernels | None = getattr(backend, "kernels", None)
+    if kernels is None:
+        library = load()
+        if isinstance(library, KernelUnavailable):
+            return None, Choice("linears", "torch", library.reason)
+        kernels = GenericKernels(library, num_threads=torch.get_num_threads())
+    from aiocb.model.packed_linears import PackedLinears, packed_bytes
+
+    size, free = packed_bytes(model), free_memory()
+    if size == 0:
+        return None, Choice("linears", "torch", "none of them can be packed")
+    if size > free // 2:
+        return None, Choice("linears", "torch", f"packing takes {format_size(size)}, {format_size(free)} are free")
+    linears = PackedLinears(model, kernels)
+    packed = f"{linears.count} of {linears.num_linears}, {format_size(linears.num_bytes)}"
+    return linears, Choice("linears", "native", f"{packed}, {kernels.level}, {kernels.threads} threads")

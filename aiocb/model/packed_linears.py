@@ -1,0 +1,144 @@
+"""A model's linears in native code while a step runs, and as they were at any other time.
+
+Weights are packed once at load, beside the module's own. In a step every packed module has a `forward` of its own, set
+on entry and taken away on exit; another thread that calls the module meanwhile gets the module's own forward. A packed
+linear takes any number of rows: which kernel computes a row must not depend on how many others are there.
+
+Legend: M rows, N columns (out_features), K depth (in_features).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aiocb.kernels.generic import GenericKernels
+from aiocb.kernels.library import FORMATS, KernelError
+
+__all__ = ["PackedLinears", "packed_bytes"]
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class PackedLinears:
+    """Packs what can be packed of a model; `active()` is the scope in which it is used.
+
+    Must be made, used and repacked in one thread.
+
+    Args:
+        model: its modules are found again at every `repack`.
+        kernels: threads and memory.
+    """
+
+    def __init__(self, model: nn.Module, kernels: GenericKernels) -> None:
+        self._model = model
+        self._kernels = kernels
+        self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
+        self.num_bytes = 0
+        self.num_linears = 0
+        self.repack()
+
+    @property
+    def count(self) -> int:
+        """How many modules are packed."""
+        return len(self._forwards)
+
+    def repack(self) -> None:
+        """Pack all weights as they are now."""
+        self._forwards.clear()
+        self._kernels.clear()
+        self.num_bytes = self.num_linears = 0
+        for module in self._model.modules():
+            source = _source(module)
+            if source is None:
+                continue
+            self.num_linears += 1
+            weight, bias = source
+            forward = self._pack(module, weight, bias)
+            if forward is not None:
+                self._forwards.append((module.__dict__, forward))
+                self.num_bytes += weight.numel() * weight.element_size()
+
+    def _pack(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+        dtype = _DTYPES.get(weight.dtype)
+        if dtype is None or weight.device.type != "cpu" or (bias is not None and bias.dtype != weight.dtype):
+            return None
+        rows = weight.detach().contiguous()
+        biases = None if bias is None else bias.detach().float().contiguous()
+        columns, depth = rows.shape
+        try:
+            index = self._kernels.pack(
+                rows.data_ptr(),
+                depth * rows.element_size(),
+                columns,
+                depth,
+                FORMATS[dtype],
+                None if biases is None else biases.data_ptr(),
+            )
+        except KernelError:
+            return None  # an odd depth in bf16: torch computes it
+        return _forward(module, self._kernels, index, columns, depth, weight.dtype)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Use the packed weights in this thread until the scope ends."""
+        for attributes, forward in self._forwards:
+            attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            for attributes, _ in self._forwards:
+                attributes.pop("forward", None)
+
+    def close(self) -> None:
+        """Free the packed weights. Idempotent."""
+        self._forwards.clear()
+        self._kernels.close()
+
+
+def packed_bytes(model: nn.Module) -> int:
+    """Bytes that the packed weights of a model will take."""
+    weights = (source[0] for module in model.modules() if (source := _source(module)) is not None)
+    return sum(weight.numel() * weight.element_size() for weight in weights if weight.dtype in _DTYPES)
+
+
+def _source(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """Weight [N, K] and bias of a module that computes a plain linear and nothing else, else None."""
+    if "forward" in module.__dict__:  # wrapped by somebody: whatever that does has to go on
+        return None
+    if type(module).forward is nn.Linear.forward:
+        weight, bias = module.weight, module.bias
+    elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers' linear with a transposed weight
+        weight, bias = module.weight.T, module.bias
+    else:
+        return None
+    if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.dim() != 2:
+        return None  # quantised or sharded weights are subclasses
+    return weight, bias if isinstance(bias, Tensor) else None
+
+
+def _forward(
+    module: nn.Module, kernels: GenericKernels, index: int, columns: int, depth: int, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    own = type(module).forward
+    thread, get_ident = threading.get_ident(), threading.get_ident
+    call, handle, row_bytes = kernels.call_linear, kernels.handle, depth * dtype.itemsize
+    empty = torch.empty
+
+    def forward(x: Tensor) -> Tensor:  # x [..., K] -> [..., N]
+        if get_ident() != thread or x.dtype is not dtype:
+            result: Tensor = own(module, x)
+            return result
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out = empty((*x.shape[:-1], columns), dtype=dtype)
+        if x.shape[-1] != depth or call(handle, index, x.data_ptr(), row_bytes, x.numel() // depth, out.data_ptr()):
+            raise KernelError(f"a linear of {depth} inputs got {tuple(x.shape)}")
+        return out
+
+    return forward
