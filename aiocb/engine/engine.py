@@ -340,15 +340,20 @@ class Engine:
 
     @property
     def model(self) -> Any:
-        """The transformers model, or None before it is loaded. Use it inside `pause()` only."""
+        """The transformers model. Use it inside `pause()` only.
+
+        None before it is loaded, and where `from_pretrained` runs it in the native kernels: they take its weights over
+        and free the originals. To use or change such a model, load it yourself and pass it to `Engine`, or set
+        `EngineConfig(native=False)`.
+        """
         return self._source.model
 
     @contextlib.asynccontextmanager
     async def pause(self) -> AsyncIterator[Any]:
-        """Hold the step loop while the model is used or changed; yields the model.
+        """Hold the step loop while the model is used or changed; yields `Engine.model`, which may be None.
 
-        Requests stay as they are and go on afterwards. Prefixes that were cached before are not hit after it, because
-        the weights may have changed.
+        Requests stay as they are and go on afterwards, with the model's weights as they then are (the native kernels
+        read them again). Prefixes that were cached before are not hit after it. The model's shape and dtype must stay.
 
         Raises:
             EngineClosed, EngineDead: the engine is not running.

@@ -90,7 +90,8 @@ class PretrainedSource:
             defaults = model_defaults(loaded.model)
             text = TextProcessor(loaded.tokenizer)
             runner, choices = build_runner(loaded.model, config, owns_model=True)
-            self.model = loaded.model
+            # Where the runner took the weights over, what is left is no model that could be used or changed.
+            self.model = loaded.model if getattr(runner, "has_module", True) else None
             self._built = Built(runner, text, defaults, [*loaded.choices, *choices])
             self._config = config
             return self._built

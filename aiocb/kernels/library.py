@@ -254,8 +254,8 @@ class NativeModel:
         )
 
     def set_embedding(self, address: int, owner: object) -> None:
-        """Borrow the embedding's row-major memory; `owner` is kept alive with the model."""
-        self._keep.append(owner)
+        """Borrow the embedding's row-major memory; `owner` is kept alive with the model, or until the next call."""
+        self._keep = [owner]
         self._calls.aiocb_set_embedding(self.handle, address)
 
     def set_group(self, group: int, num_blocks: int, num_layers: int) -> None:

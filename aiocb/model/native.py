@@ -8,19 +8,18 @@ Shape legend: T tokens of the step, R requests, N rows with logits, V vocabulary
 
 from __future__ import annotations
 
-import ctypes
-from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from aiocb.config import Choice, EngineConfig
-from aiocb.errors import RequestFailed
+from aiocb.errors import ConfigError
 from aiocb.kernels import KernelError, KernelUnavailable, Library, NativeModel, load
 from aiocb.kernels.library import StepArguments
 from aiocb.kernels.threads import default_num_threads
 from aiocb.model.families import ModelDescription, describe
-from aiocb.model.native_weights import build_native_model
-from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
+from aiocb.model.native_step import NativeStep
+from aiocb.model.native_weights import build_native_model, pack_again
+from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +45,9 @@ class NativeRunner:
         native: the packed model with its cache.
         description: what it was made from.
         layout: the cache, as the cache manager obeys it.
-        sampler: called with logits [N, V] and the plan when a plan is not plain greedy.
+        sampler: called with logits [N, V] and the entries that are not plain greedy.
         notes: lines for `describe()`.
+        module: where `reload_weights` finds the weights; None when it has none any more.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class NativeRunner:
         layout: CacheLayout,
         sampler: Sampler | None,
         notes: dict[str, str],
+        module: nn.Module | None = None,
     ) -> None:
         self.native = native
         self._layout = layout
@@ -65,6 +66,7 @@ class NativeRunner:
         self._sampler = sampler
         self._notes = notes
         self.choices: tuple[Choice, ...] = ()
+        self._module = module
         self._is_plain: dict[int, bool] = {}
         self._logits: Tensor | None = None
 
@@ -87,6 +89,11 @@ class NativeRunner:
         """What was chosen and why."""
         return dict(self._notes)
 
+    @property
+    def has_module(self) -> bool:
+        """False when the module's weights were freed after packing."""
+        return self._module is not None
+
     def __repr__(self) -> str:
         groups = "+".join(str(group.num_blocks) for group in self._layout.groups)
         return f"<NativeRunner {self._notes['kernels']} [{groups} blocks]>"
@@ -94,57 +101,88 @@ class NativeRunner:
     def close(self) -> None:
         """Free weights and cache, join the threads. Idempotent."""
         self.native.close()
-        self._logits = None
+        self._logits = self._module = None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the copies, run the step, and sample: in native code when the plan is plain greedy.
+        """Apply the copies, run the step, and sample: plain greedy entries in the step itself, the rest by the sampler.
 
         Raises:
             KernelError: the plan names an id, a row or a block that does not exist.
         """
         for copy in plan.block_copies:
             self.native.copy_block(copy.group, copy.source, copy.target)
-        for request_id in plan.released_ids:
-            self._is_plain.pop(request_id, None)
-        if not plan.entries:
+        if plan.released_ids:
+            self._release(plan.released_ids)
+        entries = plan.entries
+        if not entries:
             return StepResult(token_ids=())
-        is_plain = self._plan_is_plain(plan)
-        step = _Step(plan, len(self._layout.groups))
-        if is_plain:
+        picked = [position for position, entry in enumerate(entries) if not self._is_plain_entry(entry)]
+        step = NativeStep(plan, len(self._layout.groups), frozenset(picked))
+        if not picked:
             self.native.step(step.arguments(None))
             return self._greedy_result(plan, step)
-        logits = self._logits_for(step.num_outputs)
+        logits = self._logits_for(step.num_logits)
         self.native.step(step.arguments(logits.data_ptr()))
         if self._sampler is None:
             raise KernelError("this runner has no sampler, and the plan is not plain greedy")
-        return self._sampler(logits, plan)
+        if len(picked) == len(entries):
+            return self._sampler(logits, plan)
+        part = [entries[position] for position in picked]
+        num_tokens = sum(entry.num_new_tokens for entry in part)
+        sampled = self._sampler(logits, StepPlan(tuple(part), num_tokens, (), plan.released_ids))
+        return _join(self._greedy_result(plan, step), sampled, picked)
 
-    def _plan_is_plain(self, plan: StepPlan) -> bool:
-        known = self._is_plain
-        for entry in plan.entries:
-            if entry.num_logits > 1:
-                return False
-            if entry.is_sampled:
-                # The property looks at a dozen parameters; at 256 requests a step that is worth a dictionary.
-                is_plain = known.get(entry.request_id)
-                if is_plain is None:
-                    is_plain = known[entry.request_id] = entry.sampling.is_plain
-                if not is_plain:
-                    return False
-        return True
+    def reload_weights(self) -> None:
+        """Read the weights of the module again, because they may have changed; nothing where they were freed.
 
-    def _greedy_result(self, plan: StepPlan, step: _Step) -> StepResult:
-        chosen = iter(step.argmax)
+        Raises:
+            ConfigError: the module has become one that the native step does not run.
+        """
+        if self._module is None:
+            return
+        description = describe(self._module)
+        if isinstance(description, str):
+            raise ConfigError(f"the model was changed into one that the native step cannot run: {description}")
+        try:
+            pack_again(self.native, description, self._layout)
+        except KernelError as error:
+            raise ConfigError(str(error)) from error
+
+    def _release(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self._is_plain.pop(request_id, None)
+        # Not every sampler remembers requests; one that does may not see a plan for a long time.
+        release = getattr(self._sampler, "release", None)
+        if release is not None:
+            release(request_ids)
+
+    def _is_plain_entry(self, entry: StepEntry) -> bool:
+        """True when an entry needs nothing, or the argmax of its one row of logits."""
+        if not entry.is_sampled:
+            return not entry.num_logits
+        if entry.num_logits != 1:
+            return False
+        # The property looks at a dozen parameters; at 256 requests a step that is worth a dictionary.
+        is_plain = self._is_plain.get(entry.request_id)
+        if is_plain is None:
+            is_plain = self._is_plain[entry.request_id] = entry.sampling.is_plain
+        return is_plain
+
+    def _greedy_result(self, plan: StepPlan, step: NativeStep) -> StepResult:
+        """What the argmax says of every entry; meaningless for those that have a sampler."""
+        argmax = step.argmax
         token_ids: list[int | None] = []
         errors: dict[int, Exception] = {}
+        row = -1
         for entry in plan.entries:
-            token = next(chosen) if entry.num_logits else None
+            row += entry.num_logits
             if not entry.is_sampled:
-                token = None
-            elif token is not None and token < 0:
-                errors[entry.request_id] = RequestFailed("the model returned NaN logits for this request")
-                token = None
-            token_ids.append(token)
+                token_ids.append(None)
+            elif argmax[row] >= 0:
+                token_ids.append(argmax[row])
+            else:
+                token_ids.append(None)
+                errors[entry.request_id] = _failure(argmax[row])
         return StepResult(token_ids=token_ids, errors=errors or None)
 
     def _logits_for(self, rows: int) -> Tensor:
@@ -155,61 +193,31 @@ class NativeRunner:
         return self._logits[:rows]  # [N, V]
 
 
-class _Step:
-    """A plan as the flat arrays of the C interface; alive as long as the call."""
-
-    def __init__(self, plan: StepPlan, num_groups: int) -> None:
-        ids, starts, lengths, rows = array("i"), array("i"), array("i"), array("i")
-        tables = [array("i") for _ in range(num_groups)]
-        offsets = [array("i", (0,)) for _ in range(num_groups)]
-        row = 0
-        for entry in plan.entries:
-            start, count, wanted = entry.num_computed_tokens, entry.num_new_tokens, entry.num_logits
-            if count == 1:
-                ids.append(entry.tokens[start])
-            else:
-                ids.extend(entry.tokens[start : start + count])
-            starts.append(start)
-            lengths.append(count)
-            row += count
-            if wanted == 1:
-                rows.append(row - 1)
-            elif wanted:
-                rows.extend(range(row - wanted, row))
-            for table, offset, blocks in zip(tables, offsets, entry.block_tables, strict=True):
-                table.extend(blocks)
-                offset.append(len(table))
-        self.num_outputs = len(rows)
-        self.argmax = array("i", bytes(4 * len(rows)))
-        self._arrays = (ids, starts, lengths, rows)
-        self._tables = tables
-        self._offsets = offsets
-        self._slots = array("i")
-
-    def arguments(self, logits: int | None) -> StepArguments:
-        """Return the C structure; `logits` is the address of [N, V] floats, or None for the argmax only."""
-        ids, starts, lengths, rows = self._arrays
-        if logits is not None:
-            self._slots = array("i", range(self.num_outputs))
-        pointers = ctypes.c_void_p * max(1, len(self._tables))
-        return StepArguments(
-            num_tokens=len(ids),
-            num_sequences=len(starts),
-            num_outputs=self.num_outputs,
-            token_ids=_address(ids),
-            starts=_address(starts),
-            lengths=_address(lengths),
-            tables=pointers(*map(_address, self._tables)),
-            table_offsets=pointers(*map(_address, self._offsets)),
-            output_rows=_address(rows),
-            logit_slots=_address(self._slots) if logits is not None else None,
-            logits=logits,
-            argmax=_address(self.argmax),
-        )
+def _join(result: StepResult, sampled: StepResult, positions: Sequence[int]) -> StepResult:
+    """Put what the sampler returned in place of what the argmax said of the same entries."""
+    token_ids = list(result.token_ids)
+    logprobs: list[TokenLogprobs | None] | None = None if sampled.logprobs is None else [None] * len(token_ids)
+    for at, position in enumerate(positions):
+        token_ids[position] = sampled.token_ids[at]
+        if logprobs is not None and sampled.logprobs is not None:
+            logprobs[position] = sampled.logprobs[at]
+    return StepResult(
+        token_ids, logprobs, sampled.prompt_logprobs, {**(result.errors or {}), **(sampled.errors or {})} or None
+    )
 
 
-def _address(values: array[int]) -> int:
-    return values.buffer_info()[0]
+def _failure(code: int) -> Exception:
+    from aiocb.sampling.sampler import failure_of
+
+    return failure_of(code)
+
+
+def _nativized(sampler: Sampler, vocab_size: int, native: NativeModel) -> Sampler:
+    """Let the project's own sampler select in native code; any other is left as it is."""
+    from aiocb.model.native_sampling import NativeSampler
+    from aiocb.sampling.sampler import Sampler as TorchSampler
+
+    return NativeSampler(vocab_size, native) if type(sampler) is TorchSampler else sampler
 
 
 def try_build(
@@ -290,7 +298,9 @@ def create_native_runner(
         "runner": f"native whole step ({description.family})",
         "kernels": f"{native.level}, {dtype}, {threads} threads",
     }
-    runner = NativeRunner(native, description, layout, sampler, notes)
+    if sampler is not None:
+        sampler = _nativized(sampler, description.vocab_size, native)
+    runner = NativeRunner(native, description, layout, sampler, notes, None if own_model else model)
     if probe:
         distance, tolerance = _probe(model, runner), _PROBE_TOLERANCE[dtype]
         if not distance <= tolerance:  # NaN too
@@ -370,7 +380,6 @@ def _probe(model: Any, runner: NativeRunner) -> float:
 
 def _probe_arguments(ids: list[int], start: int, count: int, runner: NativeRunner, logits: Tensor) -> StepArguments:
     from aiocb.sampling_params import SamplingParams
-    from aiocb.step import StepEntry
 
     blocks = list(range(1, -(-len(ids) // PAGE_SIZE) + 1))
     entry = StepEntry(
@@ -378,7 +387,7 @@ def _probe_arguments(ids: list[int], start: int, count: int, runner: NativeRunne
         block_tables=tuple(blocks for _ in runner.cache_layout.groups), num_logits=count, is_sampled=False,
         sampling=SamplingParams(), seed=0,
     )  # fmt: skip
-    step = _Step(StepPlan(entries=(entry,), num_tokens=count), len(runner.cache_layout.groups))
+    step = NativeStep(StepPlan((entry,), count), len(runner.cache_layout.groups), frozenset({0}))
     arguments = step.arguments(logits.data_ptr())
     arguments._owner = step  # the arrays must outlive the call
     return arguments

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from aiocb.kernels import Library, NativeModel
+from aiocb.kernels import KernelError, Library, NativeModel
 from aiocb.kernels.library import ACTIVATIONS, FORMATS, ModelConfig
 from aiocb.model.families import LayerDescription, ModelDescription, Projection
 from aiocb.step import CacheLayout
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-__all__ = ["build_native_model"]
+__all__ = ["build_native_model", "pack_again"]
 
 
 def build_native_model(
@@ -38,9 +38,28 @@ def build_native_model(
     Raises:
         KernelError: the kernels do not support a shape of the model.
     """
-    d = description
-    weight_format = FORMATS[str(d.embedding.dtype).removeprefix("torch.")]
-    config = ModelConfig(
+    config = _config(description, layout)
+    native = NativeModel(library, config, num_threads=num_threads, cores=cores, level=level)
+    for group, cache in enumerate(layout.groups):
+        native.set_group(group, cache.num_blocks, len(cache.layers))
+    _pack_all(native, description, layout, copy_embedding)
+    return native
+
+
+def pack_again(native: NativeModel, description: ModelDescription, layout: CacheLayout) -> None:
+    """Read all weights once more, into the memory where they are.
+
+    Raises:
+        KernelError: the model's shape has changed.
+    """
+    if bytes(_config(description, layout)) != bytes(native.config):
+        raise KernelError("the model has another shape than the one that was loaded; only its weights may change")
+    _pack_all(native, description, layout, copy_embedding=False)
+
+
+def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
+    weight_format = _format(d)
+    return ModelConfig(
         num_layers=len(d.layers), hidden_size=d.hidden_size, num_heads=d.num_heads, num_kv_heads=d.num_kv_heads,
         head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=weight_format,
         activation=ACTIVATIONS[d.activation], is_gated=d.layers[0].gate is not None, is_layer_norm=d.is_layer_norm,
@@ -49,9 +68,15 @@ def build_native_model(
         embedding_scale=d.embedding_scale, residual_scale=d.residual_scale, logit_scale=d.logit_scale,
         attention_softcap=d.attention_softcap, logit_softcap=d.logit_softcap,
     )  # fmt: skip
-    native = NativeModel(library, config, num_threads=num_threads, cores=cores, level=level)
+
+
+def _format(d: ModelDescription) -> int:
+    return FORMATS[str(d.embedding.dtype).removeprefix("torch.")]
+
+
+def _pack_all(native: NativeModel, d: ModelDescription, layout: CacheLayout, copy_embedding: bool) -> None:
+    weight_format = _format(d)
     for group, cache in enumerate(layout.groups):
-        native.set_group(group, cache.num_blocks, len(cache.layers))
         for position, index in enumerate(cache.layers):
             layer = d.layers[index]
             native.set_layer(
@@ -72,7 +97,6 @@ def build_native_model(
     # A copy also lets go of the file mapping that all weights of a safetensors file share.
     embedding = d.embedding.detach().clone() if copy_embedding else d.embedding.detach().contiguous()
     native.set_embedding(embedding.data_ptr(), embedding)
-    return native
 
 
 def _pack_layer(native: NativeModel, index: int, layer: LayerDescription, weight_format: int) -> None:

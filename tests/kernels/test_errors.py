@@ -88,27 +88,3 @@ def test_nan_logits_end_one_request(library: Library) -> None:
     assert list(result.errors) == [1]
     assert isinstance(result.errors[1], RequestFailed)
     runner.close()
-
-
-def test_sampled_plans_get_all_logits(library: Library) -> None:
-    """A plan that is not plain greedy goes to the sampler with one row per asked position, in order."""
-    model = make("llama")
-    seen: list[torch.Tensor] = []
-
-    def sampler(logits: torch.Tensor, plan: StepPlan) -> StepResult:
-        seen.append(logits.clone())
-        return StepResult([1] * len(plan.entries))
-
-    runner = runner_of(model, library=library)
-    runner._sampler = sampler
-    prompts = [[5, 6, 7, 8], [9, 10]]
-    scheduler = MiniScheduler(runner)
-    entries = [scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate(prompts)]
-    entries[0] = entries[0]._replace(num_logits=3)
-    assert list(runner.execute(StepPlan(tuple(entries), 6)).token_ids) == [1, 1]
-    with torch.no_grad():
-        expected = torch.cat(
-            [model(torch.tensor([prompts[0]])).logits[0, 1:], model(torch.tensor([prompts[1]])).logits[0, 1:]]
-        )
-    torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-4)
-    runner.close()

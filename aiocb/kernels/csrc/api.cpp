@@ -319,6 +319,9 @@ float** vector_slot(Handle* handle, int layer, int slot) {
 
 int prepare_linear(Handle* handle, Linear* linear, int format, int columns, int depth) {
   const int step = format == kF32 ? 1 : 2;
+  if (linear->data && linear->format == format && linear->columns == columns &&
+      linear->depth == (depth + step - 1) / step * step)
+    return kOk;  // packed again, in place
   linear->format = format;
   linear->columns = columns;
   linear->depth = (depth + step - 1) / step * step;
@@ -378,7 +381,8 @@ AIOCB_API int aiocb_set_layer(Handle* handle, int layer, int window, int rope, i
 AIOCB_API int aiocb_set_rope(Handle* handle, int rope, const float* inverse_frequencies, int count, float scaling) {
   if (rope < 0 || rope >= handle->plain.config.num_ropes || count != handle->plain.config.rotary_dim / 2)
     return fail(handle, kBadShape, "rope %ld: %ld frequencies", rope, count);
-  float* copy = reinterpret_cast<float*>(handle->keep(int64_t(count) * 4));
+  float* copy = handle->plain.ropes[rope].inverse_frequencies;  // again: in place
+  if (!copy) copy = reinterpret_cast<float*>(handle->keep(int64_t(count) * 4));
   if (!copy) return kNoMemory;
   std::memcpy(copy, inverse_frequencies, size_t(count) * 4);
   handle->plain.ropes[rope] = {copy, scaling};
@@ -388,8 +392,8 @@ AIOCB_API int aiocb_set_rope(Handle* handle, int rope, const float* inverse_freq
 AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int slot, const float* values, int count) {
   float** target = vector_slot(handle, layer, slot);
   if (!target) return fail(handle, kBadShape, "no vector %ld in layer %ld", slot, layer);
-  // Padded: kernels read whole vectors.
-  float* copy = reinterpret_cast<float*>(handle->keep(int64_t(count) * 4 + 64));
+  // Padded: kernels read whole vectors. A second time: in place, of the same length.
+  float* copy = *target ? *target : reinterpret_cast<float*>(handle->keep(int64_t(count) * 4 + 64));
   if (!copy) return kNoMemory;
   std::memcpy(copy, values, size_t(count) * 4);
   *target = copy;
@@ -414,9 +418,11 @@ AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* 
     c->handle->level->pack(c->linear, &c->args, thread, num_threads);
   }, &context);
   if (bias) {
-    linear->bias = reinterpret_cast<float*>(handle->keep(int64_t(linear->panels) * kPanel * 4));
+    if (!linear->bias) linear->bias = reinterpret_cast<float*>(handle->keep(int64_t(linear->panels) * kPanel * 4));
     if (!linear->bias) return kNoMemory;
     std::memcpy(linear->bias, bias, size_t(columns) * 4);
+  } else {
+    linear->bias = nullptr;
   }
   return kOk;
 }

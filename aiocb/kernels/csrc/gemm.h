@@ -220,7 +220,8 @@ struct ActivationEpilogue {
 };
 
 // Logits of the sampled rows: scaled and capped; the largest of this thread's columns is kept (ties: the lowest id,
-// because panels come in ascending order), and rows that are sampled elsewhere are written out.
+// because panels come in ascending order), and rows that are sampled elsewhere are written out. A NaN wins over all: its
+// row ends with +inf and id -1. A row of nothing but -inf keeps the id that it came with.
 struct LogitsEpilogue {
   float scale, softcap;
   int columns;
@@ -234,18 +235,26 @@ struct LogitsEpilogue {
     const int width = columns - base < kPanel ? columns - base : kPanel;
     for (int r = 0; r < rows; ++r) {
       alignas(64) float row[kPanel];
-      F16 largest = set1(-3.4e38f);
+      const F16 infinity = set1(__builtin_inff());
+      F16 largest = set1(-__builtin_inff());
       for (int c = 0; c < kPanel; c += 16) {
         F16 value = load(sums + r * kPanel + c);
         if (bias) value = value + load(bias + base + c);
         value = value * set1(scale);
-        if (softcap > 0.0f) value = set1(softcap) * tanh(value * set1(1.0f / softcap));
-        if (c + 16 > width) value = keep_lanes(value, 0, width - c, -3.4e38f);
-        largest = max(largest, value);
+        if (softcap > 0.0f)
+          value = select_less(value, infinity, set1(softcap) * tanh(value * set1(1.0f / softcap)), value);
+        if (c + 16 > width) value = keep_lanes(value, 0, width - c, -__builtin_inff());
+        largest = max(largest, select_less(value, infinity, value, infinity));  // NaN counts as +inf
         store(row + c, value);
       }
       const float peak = reduce_max(largest);
-      if (peak > best_values[first + r]) {
+      bool has_nan = false;
+      if (peak > 3.4028235e38f)
+        for (int c = 0; c < width; ++c) has_nan |= row[c] != row[c];
+      if (has_nan) {
+        best_values[first + r] = peak;
+        best_ids[first + r] = -1;
+      } else if (peak > best_values[first + r]) {
         best_values[first + r] = peak;
         for (int c = 0; c < width; ++c)
           if (row[c] == peak) {

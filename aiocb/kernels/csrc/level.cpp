@@ -149,7 +149,7 @@ struct Step {
            reinterpret_cast<E*>(buffers.output_rows + i * buffers.hidden_stride));
     float* best = buffers.best_values + int64_t(thread) * args.num_outputs;
     int32_t* ids = buffers.best_ids + int64_t(thread) * args.num_outputs;
-    for (int i = 0; i < args.num_outputs; ++i) best[i] = -3.4e38f, ids[i] = -1;
+    for (int i = 0; i < args.num_outputs; ++i) best[i] = -__builtin_inff(), ids[i] = kEmptyRow;
     pool_barrier(model.pool);
     LogitsEpilogue epilogue = {c.logit_scale, c.logit_softcap, model.head.columns, model.head.bias,
                                args.logit_slots, args.logits, best, ids};
@@ -159,11 +159,14 @@ struct Step {
     // Threads hold ascending columns, so a strict comparison keeps the lowest id among equals.
     for (int i = share.begin; i < share.end; ++i) {
       int winner = 0;
-      for (int t = 1; t < num_threads; ++t)
+      bool has_nan = buffers.best_ids[i] == kInvalidRow;
+      for (int t = 1; t < num_threads; ++t) {
+        has_nan |= buffers.best_ids[int64_t(t) * args.num_outputs + i] == kInvalidRow;
         if (buffers.best_values[int64_t(t) * args.num_outputs + i] >
             buffers.best_values[int64_t(winner) * args.num_outputs + i])
           winner = t;
-      args.argmax[i] = buffers.best_ids[int64_t(winner) * args.num_outputs + i];
+      }
+      args.argmax[i] = has_nan ? int32_t(kInvalidRow) : buffers.best_ids[int64_t(winner) * args.num_outputs + i];
     }
   }
 

@@ -74,7 +74,7 @@ struct StepArgs {
   const int32_t* output_rows;     // [outputs] rows of the packed tokens
   const int32_t* logit_slots;     // [outputs] row of `logits` to write, -1: none
   float* logits;                  // [slots][V]
-  int32_t* argmax;                // [outputs]
+  int32_t* argmax;                // [outputs], or SelectFailure
   double* profile;                // seconds by stage, or null
 };
 

@@ -1,0 +1,231 @@
+"""What the native runner leaves to the sampler, what it does itself, and how it follows changed weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import aiocb
+from aiocb.errors import ConfigError, RequestFailed
+from aiocb.kernels import Library
+from aiocb.model.native import NativeRunner, create_native_runner
+from aiocb.model.native_sampling import NativeSampler
+from aiocb.sampling import Sampler
+from aiocb.sampling_params import SamplingParams
+from aiocb.step import StepEntry, StepPlan, StepResult
+from tests.kernels.helpers import MiniScheduler, Request
+from tests.kernels.test_families import make, runner_of
+from tests.sampling.helpers import params
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+
+
+class Spy:
+    """A sampler that remembers what it was shown; its token is always 1."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[torch.Tensor, StepPlan]] = []
+        self.released: list[int] = []
+
+    def __call__(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
+        self.plans.append((logits.clone(), plan))
+        return StepResult([1 if entry.is_sampled else None for entry in plan.entries])
+
+    def release(self, request_ids: Iterable[int]) -> None:
+        self.released.extend(request_ids)
+
+
+def entries_of(runner: NativeRunner, *samplings: SamplingParams | None) -> list[StepEntry]:
+    scheduler = MiniScheduler(runner)
+    entries = [
+        scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate(PROMPTS[: len(samplings)])
+    ]
+    return [
+        entry if sampling is None else entry._replace(sampling=sampling)
+        for entry, sampling in zip(entries, samplings, strict=True)
+    ]
+
+
+def plan_of(entries: Iterable[StepEntry], *released: int) -> StepPlan:
+    listed = tuple(entries)
+    return StepPlan(listed, sum(entry.num_new_tokens for entry in listed), (), released)
+
+
+def test_only_what_is_not_plain_gets_logits(library: Library) -> None:
+    model, spy = make("llama"), Spy()
+    runner = runner_of(model, library=library)
+    runner._sampler = spy
+    sampled = params(131, temperature=1.0)
+    entries = entries_of(runner, None, sampled, None)
+    plain = params(131, temperature=0.0)
+    others = [entry._replace(request_id=10 + at, sampling=plain) for at, entry in enumerate(entries)]
+    greedy = runner.execute(plan_of(others)).token_ids
+    assert not spy.plans
+    result = runner.execute(plan_of(entries))
+    assert list(result.token_ids) == [greedy[0], 1, greedy[2]]
+    ((logits, plan),) = spy.plans
+    assert plan.entries == (entries[1],)
+    assert plan.num_tokens == 2
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPTS[1]])).logits[0, -1:]
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    runner.close()
+
+
+def test_prompt_rows_go_to_the_sampler(library: Library) -> None:
+    """Several rows of one entry come in order; one row that is not sampled is no argmax."""
+    model, spy = make("llama"), Spy()
+    runner = runner_of(model, library=library)
+    runner._sampler = spy
+    entries = entries_of(runner, None, None, None)
+    entries[0] = entries[0]._replace(num_logits=3)
+    entries[2] = entries[2]._replace(num_logits=1, is_sampled=False, sampling=params(131, prompt_logprobs=0))
+    result = runner.execute(plan_of(entries))
+    assert result.token_ids[0] == 1
+    assert result.token_ids[1] not in (None, 1)
+    assert result.token_ids[2] is None
+    ((logits, plan),) = spy.plans
+    assert plan.entries == (entries[0], entries[2])
+    with torch.no_grad():
+        expected = torch.cat(
+            [model(torch.tensor([PROMPTS[0]])).logits[0, 1:], model(torch.tensor([PROMPTS[2]])).logits[0, -1:]]
+        )
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    runner.close()
+
+
+def test_released_requests_reach_the_sampler(library: Library) -> None:
+    spy = Spy()
+    runner = runner_of(make("llama"), library=library)
+    runner._sampler = spy
+    runner.execute(plan_of(entries_of(runner, None), 7, 8))
+    runner.execute(plan_of((), 9))
+    assert spy.released == [7, 8, 9]
+    runner.close()
+
+
+def test_one_nan_among_the_logits_fails_the_request(library: Library, level: str) -> None:
+    model = make("llama")
+    with torch.no_grad():
+        model.lm_head.weight[130] = float("nan")  # the last column of an uneven panel
+    runner = runner_of(model, library=library, level=level, probe=False)
+    result = runner.execute(plan_of(entries_of(runner, None, None, None)))
+    assert result.errors is not None
+    assert len(result.errors) == 3
+    assert all("NaN" in str(error) and isinstance(error, RequestFailed) for error in result.errors.values())
+    assert list(result.token_ids) == [None] * 3
+    runner.close()
+
+
+def test_the_projects_sampler_becomes_native(library: Library) -> None:
+    model = make("llama")
+    runner = create_native_runner(model, sampler=Sampler(131), num_blocks=64, num_threads=1, library=library)
+    assert isinstance(runner, NativeRunner)
+    assert type(runner._sampler) is NativeSampler
+    runner.close()
+    spy = Spy()
+    runner = create_native_runner(model, sampler=spy, num_blocks=64, num_threads=1, library=library)
+    assert isinstance(runner, NativeRunner)
+    assert runner._sampler is spy
+    runner.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "starcoder2"])  # without biases, with some, with a plain MLP
+def test_weights_are_read_again(library: Library, name: str) -> None:
+    model = make(name)
+    runner = runner_of(model, library=library)
+    entries = entries_of(runner, None, None, None)
+    spy = Spy()
+    runner._sampler = spy
+    logged = [entry._replace(num_logits=entry.num_new_tokens) for entry in entries]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data.mul_(0.7)
+    runner.reload_weights()
+    runner.execute(plan_of(logged))
+    fresh = runner_of(model, library=library)
+    fresh._sampler = Spy()
+    fresh.execute(plan_of(logged))
+    assert torch.equal(spy.plans[0][0], fresh._sampler.plans[0][0])
+    fresh.close()
+    with torch.no_grad():
+        model.resize_token_embeddings(140)
+    with pytest.raises(ConfigError, match="shape"):
+        runner.reload_weights()
+    runner.close()
+
+
+def test_freed_weights_are_not_read_again(library: Library) -> None:
+    runner = runner_of(make("llama"), library=library, own_model=True)
+    before = runner.execute(plan_of(entries_of(runner, None, None))).token_ids
+    assert not runner.has_module
+    runner.reload_weights()
+    assert runner.execute(plan_of(entries_of(runner, None, None))).token_ids == before
+    runner.close()
+
+
+CONFIG: dict[str, Any] = {"native": True, "num_threads": 1, "debug_checks": True, "seed": 0}
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 2, "logprobs": 2, "logprobs_mode": "processed"},
+    {"temperature": 1.2, "top_k": 20, "seed": 3, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "presence_penalty": 0.7},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.9, "min_p": 0.05, "seed": 4, "prompt_logprobs": 1},
+]
+
+
+async def outputs_of(model: Any, together: bool, **options: Any) -> tuple[list[aiocb.Completion], int]:
+    prompts = [[5 + n, *range(20, 30 + 3 * n)] for n in range(len(SETTINGS))]
+    async with aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG, **options)) as engine:
+        assert any(choice.name == "runner" and choice.value == "native" for choice in engine.describe())
+        calls = [
+            engine.generate(prompt, max_new_tokens=24, ignore_eos=True, **setting)
+            for prompt, setting in zip(prompts, SETTINGS, strict=True)
+        ]
+        found = await asyncio.gather(*calls) if together else [await call for call in calls]
+        return found, engine.stats().num_preemptions
+
+
+@pytest.mark.asyncio
+async def test_seeded_requests_repeat_alone_together_and_preempted(library: Library) -> None:
+    model = make("llama", torch.bfloat16)
+    alone, _ = await outputs_of(model, False)
+    together, _ = await outputs_of(model, True)
+    preempted, count = await outputs_of(model, True, num_blocks=14, max_batch_tokens=24, safety_margin=0.0)
+    assert count > 0
+    assert len({tuple(one.token_ids) for one in alone}) == len(alone)
+    for others in (together, preempted):
+        assert [one.token_ids for one in others] == [one.token_ids for one in alone]
+        assert [one.logprobs for one in others] == [one.logprobs for one in alone]
+
+
+@pytest.mark.asyncio
+async def test_a_pause_may_change_a_users_model(library: Library) -> None:
+    model = make("llama", torch.bfloat16)
+    async with aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG)) as engine:
+        before = await engine.generate([5, 6, 7], max_new_tokens=8, temperature=0.0, ignore_eos=True)
+        async with engine.pause() as paused:
+            assert paused is model
+            with torch.no_grad():
+                model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+        after = await engine.generate([5, 6, 7], max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    assert after.token_ids[0] == 130 - before.token_ids[0]
+
+
+@pytest.mark.asyncio
+async def test_a_model_whose_weights_were_taken_over_is_none(library: Library, tmp_path: Any) -> None:
+    make("llama", torch.bfloat16).save_pretrained(tmp_path)
+    for native in (True, False):
+        engine = aiocb.Engine.from_pretrained(str(tmp_path), config=aiocb.EngineConfig(**CONFIG | {"native": native}))
+        async with engine:
+            before = await engine.generate([5, 6, 7], max_new_tokens=8, temperature=0.0, ignore_eos=True)
+            async with engine.pause() as paused:
+                assert (paused is None) is native
+            after = await engine.generate([5, 6, 7], max_new_tokens=8, temperature=0.0, ignore_eos=True)
+            assert after.token_ids == before.token_ids
