@@ -39,7 +39,7 @@ def test_debug_shows_where_an_error_comes_from() -> None:
 
 def test_info_of_the_fake(spawn: Spawn) -> None:
     lines = run_plain([*FAKE, "info", "fake"]).stdout.splitlines()
-    assert any(line.startswith("max_batch_tokens\t256\t") for line in lines)
+    assert any(line.startswith("max_batch_tokens\t128\t") for line in lines)
     assert all(line.count("\t") == 2 for line in lines)
     screen = spawn([*FAKE, "info", "fake"])
     screen.expect("setting +value +reason")
