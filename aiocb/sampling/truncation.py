@@ -179,7 +179,7 @@ class _Masses(NamedTuple):
 
 
 def _masses(logits: Tensor, maxima: Tensor, params: SelectionParams) -> _Masses:
-    """One softmax over the rows that need it; its largest value tells the total."""
+    """One softmax over the rows that need it; its sum over its largest value is the total."""
     nucleus, typical = params.top_p < 1.0, params.typical_p != 1.0
     is_needed = (nucleus | typical) & (params.top_k == 0) & (params.min_p == 0.0)
     total = torch.ones_like(params.top_p)
@@ -187,7 +187,9 @@ def _masses(logits: Tensor, maxima: Tensor, params: SelectionParams) -> _Masses:
     rows = is_needed.nonzero()[:, 0]
     for part in parts(rows, logits, logits.shape[1]):
         shares = probabilities(logits[part], maxima[part], params.temperature[part])
-        total[part] = shares.amax(dim=1).to(torch.float64).reciprocal()
+        # Added up again by block: softmax adds thousands of floats in a row, and is off by more than a rare token.
+        whole = per_block(shares, "sum").cumsum(dim=1, dtype=torch.float64)[:, -1]
+        total[part] = whole / shares.amax(dim=1).to(torch.float64)
         if (typical[part] & ~nucleus[part]).any():
             # Block sums and then a cumulative sum: a plain sum of one row depends on the number of threads.
             sums = per_block(torch.special.entr(shares), "sum")
