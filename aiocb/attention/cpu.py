@@ -75,7 +75,7 @@ class CpuBackend:
             library: Library | KernelUnavailable = load()
             if isinstance(library, KernelUnavailable):
                 raise ImportError(library.reason)
-            kernels = GenericKernels(library, num_threads=torch.get_num_threads())
+            kernels = GenericKernels(library, num_threads=torch.get_num_threads(), shares_threads=True)
         self.kernels = kernels
 
     def block_bytes(self, spec: LayerSpec, page_size: int, dtype: torch.dtype) -> int:

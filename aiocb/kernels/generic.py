@@ -1,7 +1,8 @@
 """Single native operators over torch's memory, for models that are run operator by operator.
 
-The regions run on the threads of torch's own OpenMP runtime where that can be found (GNU's, the usual one): its threads
-spin between torch's operators, and a second pool on the same cores would wait for them. Elsewhere a pool is created.
+Two pools on the same cores wait for each other's spinning threads, so there are two ways beside torch. Own threads, with
+torch held to one (`model.runner`): they sleep soon, which costs least on a busy machine. Or torch's, the threads of its
+OpenMP runtime (GNU's, the usual one), for models whose heavy operators are partly torch's.
 """
 
 from __future__ import annotations
@@ -46,15 +47,18 @@ class GenericKernels:
     Args:
         library: the loaded library.
         num_threads: threads of a call, the caller included.
+        shares_threads: run on torch's threads, where they can be found.
         level: instruction-set level, None for the best of this processor.
 
     Raises:
         KernelError: an unknown level.
     """
 
-    def __init__(self, library: Library, *, num_threads: int = 1, level: str | None = None) -> None:
+    def __init__(
+        self, library: Library, *, num_threads: int = 1, shares_threads: bool = False, level: str | None = None
+    ) -> None:
         self._calls = library.calls
-        team = _find_team()
+        team = _find_team() if shares_threads else None
         self.num_threads = num_threads
         self.threads = "torch's" if team is not None else "own"
         self._handle: int | None = self._calls.aiocb_generic_create(

@@ -24,6 +24,9 @@ __all__ = ["choose_backend", "pack_linears"]
 AUTOMATIC = ("cpu", "sdpa", "eager")
 """Backends that are tried when none is configured, best first."""
 
+ALL_PACKED = 0.9
+"""Share of the weights of products that must be packed for torch to be held to one thread."""
+
 
 def choose_backend(
     specs: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device, config: EngineConfig
@@ -75,20 +78,22 @@ def pack_linears(
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if device != "cpu":
         return None, Choice("linears", "torch", f"the model is on {device}")
-    # The threads that the attention uses, if it is native.
-    kernels: GenericKernels | None = getattr(backend, "kernels", None)
-    if kernels is None:
-        library = load()
-        if isinstance(library, KernelUnavailable):
-            return None, Choice("linears", "torch", library.reason)
-        kernels = GenericKernels(library, num_threads=torch.get_num_threads())
-    from aiocb.model.packed_linears import PackedLinears, packed_bytes
+    from aiocb.model.packed_linears import PackedLinears, packed_bytes, packed_share
 
     size, free = packed_bytes(model), free_memory()
     if size == 0:
         return None, Choice("linears", "torch", "none of them can be packed")
     if size > free // 2:
         return None, Choice("linears", "torch", f"packing takes {format_size(size)}, {format_size(free)} are free")
+    library = load()
+    if isinstance(library, KernelUnavailable):
+        return None, Choice("linears", "torch", library.reason)
+    # Experts, say, are torch's: it needs its threads, and native code uses the same ones. Else torch has little to do.
+    is_shared = backend.name != "cpu" or packed_share(model) < ALL_PACKED
+    threads = config.num_threads or torch.get_num_threads()
+    kernels = GenericKernels(library, num_threads=threads, shares_threads=is_shared)
+    if backend.name == "cpu":
+        backend.kernels = kernels  # type: ignore[attr-defined]
     linears = PackedLinears(model, kernels)
     packed = f"{linears.count} of {linears.num_linears}, {format_size(linears.num_bytes)}"
     return linears, Choice("linears", "native", f"{packed}, {kernels.level}, {kernels.threads} threads")

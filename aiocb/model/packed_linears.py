@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from aiocb.kernels.generic import GenericKernels
 from aiocb.kernels.library import FORMATS, KernelError
 
-__all__ = ["PackedLinears", "packed_bytes"]
+__all__ = ["PackedLinears", "packed_bytes", "packed_share"]
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -38,6 +38,7 @@ class PackedLinears:
     def __init__(self, model: nn.Module, kernels: GenericKernels) -> None:
         self._model = model
         self._kernels = kernels
+        self.has_own_threads = kernels.threads == "own"
         self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
         self.num_bytes = 0
         self.num_linears = 0
@@ -105,6 +106,18 @@ def packed_bytes(model: nn.Module) -> int:
     """Bytes that the packed weights of a model will take."""
     weights = (source[0] for module in model.modules() if (source := _source(module)) is not None)
     return sum(weight.numel() * weight.element_size() for weight in weights if weight.dtype in _DTYPES)
+
+
+def packed_share(model: nn.Module) -> float:
+    """Share of the model's matrices, embeddings aside, that are weights of packed modules."""
+    packed = {id(module.weight) for module in model.modules() if _source(module) is not None}
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    sizes = [
+        (id(weight) in packed, weight.numel())
+        for weight in model.parameters()
+        if weight.dim() >= 2 and (id(weight) in packed or id(weight) not in embedded)
+    ]
+    return sum(size for is_packed, size in sizes if is_packed) / max(1, sum(size for _, size in sizes))
 
 
 def _source(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:

@@ -10,7 +10,8 @@ Everything before the sampler is `ModelAdapter.run`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,7 +101,7 @@ class TorchRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample."""
-        with torch.inference_mode():
+        with torch.inference_mode(), self._threads():
             return self._sampler(self.logits(plan), plan)
 
     def release(self, request_ids: Iterable[int]) -> None:
@@ -112,7 +113,22 @@ class TorchRunner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
         """Run the model once over the plan: copies blocks, writes keys and values; returns logits [N, V]."""
-        return self._adapter.run(plan, self._backend, self._cache)
+        with self._threads():
+            return self._adapter.run(plan, self._backend, self._cache)
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """Hold torch to one thread beside native threads: they would wait for torch's to stop spinning."""
+        before = torch.get_num_threads()
+        linears = self._adapter.linears
+        if before == 1 or linears is None or not linears.has_own_threads:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def reload_weights(self) -> None:
         """Pack the weights again: they may have changed while the engine was paused."""
