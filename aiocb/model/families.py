@@ -80,7 +80,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-class Unsupported(Exception):  # noqa: N818  (not an error: the reason to take the generic path)
+class Unsupported(Exception):
     """Raised inside this module only; `describe` turns it into its reason."""
 
 

@@ -23,7 +23,7 @@ __all__ = ["KVMismatch", "KVOracle", "simple_layout"]
 _MASK = (1 << 64) - 1
 
 
-class KVMismatch(AssertionError):  # noqa: N818
+class KVMismatch(AssertionError):
     """A plan reads or writes a slot of the cache that it must not."""
 
 

@@ -102,7 +102,13 @@ def test_seeded_sampling_alone_batched_and_preempted(native: bool | None) -> Non
     model = cleared("llama")
     generator = torch.Generator().manual_seed(6)
     prompts = [torch.randint(5, 128, (24,), generator=generator).tolist() for _ in range(8)]
-    settings = {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.2, "max_new_tokens": 30, "ignore_eos": True}
+    settings: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "repetition_penalty": 1.2,
+        "max_new_tokens": 30,
+        "ignore_eos": True,
+    }
 
     async def main() -> None:
         roomy = aiocb.EngineConfig(native=native, num_blocks=100, num_threads=1)
