@@ -1,8 +1,8 @@
 """Single native operators over torch's memory, for models that are run operator by operator.
 
 Two pools on the same cores wait for each other's spinning threads, so there are two ways beside torch. Own threads,
-with torch held to one (`model.runner`): they sleep soon, which costs least on a busy machine. Or torch's, the threads of its
-OpenMP runtime (GNU's, the usual one), for models whose heavy operators are partly torch's.
+with torch held to one (`model.runner`): they sleep soon, which costs least on a busy machine. Or torch's, the threads
+of its OpenMP runtime (GNU's, the usual one), for models whose heavy operators are partly torch's.
 """
 
 from __future__ import annotations
