@@ -68,7 +68,6 @@ class EngineCore:
         self._num_told: int | None = None
         self._touched: list[Bridge] = []
         self._calls: list[Callable[[EngineCore], object]] = []
-        self._last_step_at: float | None = None
 
     # ── the step ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,9 +89,9 @@ class EngineCore:
                 now = self.last_event_at = self.clock()
                 self.is_stepping = False
                 self._emit(self.scheduler.update(plan, result, now), now)
-                self._record_step(now)
+                self.recorder.record_step(now, self.scheduler.num_running)
             else:
-                self._last_step_at = None
+                self.recorder.last_step_at = None
         self._publish_queue()
         if self._debug_checks:
             self.check_invariants()
@@ -379,7 +378,7 @@ class EngineCore:
             siblings.remove(request)
             if not siblings:
                 del self._requests[slot]
-        self._record_end(request, end)
+        self.recorder.record_end(request, end)
 
     def _emit_finished(self, finished: Sequence[Finished], now: float) -> None:
         for event in finished:
@@ -432,52 +431,7 @@ class EngineCore:
 
     def stats(self, num_loop_wakeups: int) -> Stats:
         """A snapshot of all counters (any thread: plain reads of single-writer values)."""
-        recorder, scheduler = self.recorder, self.scheduler
-        return Stats(
-            scheduler.num_running,
-            scheduler.num_waiting,
-            scheduler.num_paused,
-            scheduler.cache.usage(),
-            recorder.num_steps,
-            num_loop_wakeups,
-            scheduler.num_preemptions,
-            scheduler.prefix_cache_queries,
-            scheduler.prefix_cache_hits,
-            recorder.prompt_tokens,
-            recorder.generation_tokens,
-            recorder.num_aborts,
-            dict(recorder.finished),
-            recorder.ttft.snapshot(),
-            recorder.inter_token.snapshot(),
-            recorder.e2e.snapshot(),
-            recorder.queue.snapshot(),
-            recorder.step.snapshot(),
-            self.clock() - self.last_event_at,
-        )
-
-    def _record_step(self, now: float) -> None:
-        recorder = self.recorder
-        recorder.num_steps += 1
-        if self._last_step_at is not None:
-            elapsed = now - self._last_step_at
-            recorder.step.observe(elapsed)
-            if self.scheduler.num_running:
-                recorder.inter_token.observe(elapsed, self.scheduler.num_running)
-        self._last_step_at = now
-
-    def _record_end(self, request: Request, end: End) -> None:
-        recorder = self.recorder
-        recorder.finished[end.finish_reason] += 1
-        recorder.generation_tokens += request.num_output_tokens
-        if request.has_run:
-            recorder.prompt_tokens += request.num_prompt_tokens
-        metrics = end.metrics
-        if metrics is not None:
-            recorder.e2e.observe(metrics.total_s)
-            if metrics.queue_s is not None:
-                recorder.queue.observe(metrics.queue_s)
-            if metrics.time_to_first_token_s is not None:
-                recorder.ttft.observe(metrics.time_to_first_token_s)
+        return self.recorder.snapshot(self.scheduler, num_loop_wakeups, self.clock() - self.last_event_at)
 
 
 def _failure(error: Exception) -> RequestFailed:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiocb.errors import EngineDead, EngineError
+
+if TYPE_CHECKING:
+    from aiocb.engine.slot import End
+    from aiocb.scheduler.request import Request
+    from aiocb.scheduler.scheduler import Scheduler
 
 __all__ = ["EngineState", "Health", "Histogram", "HistogramSnapshot", "Recorder", "Stats"]
 
@@ -134,21 +139,12 @@ class Health:
 
 
 class Recorder:
-    """The worker's counters."""
+    """The worker's counters.
 
-    __slots__ = (
-        "e2e",
-        "finished",
-        "generation_tokens",
-        "inter_token",
-        "num_aborts",
-        "num_left_queue",
-        "num_steps",
-        "prompt_tokens",
-        "queue",
-        "step",
-        "ttft",
-    )
+    Attributes:
+        num_left_queue: requests that have left the waiting queue, as one number that any thread can read.
+        last_step_at: when the last step ended, None when it was not the one before this.
+    """
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -156,9 +152,58 @@ class Recorder:
         self.generation_tokens = 0
         self.num_aborts = 0
         self.num_left_queue = 0
+        self.last_step_at: float | None = None
         self.finished: Counter[str] = Counter()
         self.ttft = Histogram()
         self.inter_token = Histogram()
         self.e2e = Histogram()
         self.queue = Histogram()
         self.step = Histogram()
+
+    def record_step(self, now: float, num_running: int) -> None:
+        """Count a step; every running request has waited for its token from the end of the step before."""
+        self.num_steps += 1
+        if self.last_step_at is not None:
+            elapsed = now - self.last_step_at
+            self.step.observe(elapsed)
+            if num_running:
+                self.inter_token.observe(elapsed, num_running)
+        self.last_step_at = now
+
+    def record_end(self, request: Request, end: End) -> None:
+        """Count an ended request and its times."""
+        self.finished[end.finish_reason] += 1
+        self.generation_tokens += request.num_output_tokens
+        if request.has_run:
+            self.prompt_tokens += request.num_prompt_tokens
+        metrics = end.metrics
+        if metrics is not None:
+            self.e2e.observe(metrics.total_s)
+            if metrics.queue_s is not None:
+                self.queue.observe(metrics.queue_s)
+            if metrics.time_to_first_token_s is not None:
+                self.ttft.observe(metrics.time_to_first_token_s)
+
+    def snapshot(self, scheduler: Scheduler, num_loop_wakeups: int, step_age_seconds: float) -> Stats:
+        """All counters at this moment."""
+        return Stats(
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_paused,
+            scheduler.cache.usage(),
+            self.num_steps,
+            num_loop_wakeups,
+            scheduler.num_preemptions,
+            scheduler.prefix_cache_queries,
+            scheduler.prefix_cache_hits,
+            self.prompt_tokens,
+            self.generation_tokens,
+            self.num_aborts,
+            dict(self.finished),
+            self.ttft.snapshot(),
+            self.inter_token.snapshot(),
+            self.e2e.snapshot(),
+            self.queue.snapshot(),
+            self.step.snapshot(),
+            step_age_seconds,
+        )
