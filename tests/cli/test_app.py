@@ -43,7 +43,7 @@ def test_info_of_the_fake(spawn: Spawn) -> None:
     assert all(line.count("\t") == 2 for line in lines)
     screen = spawn([*FAKE, "info", "fake"])
     screen.expect("setting +value +reason")
-    screen.expect("max_batch_tokens +256")
+    screen.expect("max_batch_tokens +128")
     assert screen.wait() == 0
 
 
