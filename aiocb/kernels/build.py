@@ -31,6 +31,7 @@ _SOURCE_DIR = Path(__file__).parent / "csrc"
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _BUILD_TIMEOUT_S = 300.0
 
 
@@ -53,7 +54,7 @@ def _units() -> tuple[_Unit, ...]:
     levels: list[_Unit] = []
     if platform.machine().lower() in ("x86_64", "amd64"):
         levels = [
-            _Unit("avx512bf16", "level.cpp", ("-O2", "-DAIOCB_ISA=avx512bf16", *_AVX512, "-mavx512bf16")),
+            _Unit("avx512bf16", "level.cpp", ("-O2", "-DAIOCB_ISA=avx512bf16", *_AVX512_BF16)),
             _Unit("avx512", "level.cpp", ("-O2", "-DAIOCB_ISA=avx512", *_AVX512)),
             _Unit("avx2", "level.cpp", ("-O2", "-DAIOCB_ISA=avx2", *_AVX2)),
         ]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KernelError", "Library", "ModelConfig", "NativeModel", "StepArguments", "load"]
 
-FORMATS = {"float32": 0, "bfloat16": 1}
+FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 LINEARS = {"qkv": 0, "out": 1, "gate_up": 2, "down": 3, "head": 4}
 VECTORS = {
@@ -96,8 +96,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "aiocb_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32]),
     "aiocb_set_linear": (
         c_int32,
-        [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p],
+        [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32, *[c_void_p] * 3],
     ),
+    "aiocb_record_inputs": (c_int32, [c_void_p, c_int32, c_int32, c_void_p]),
     "aiocb_set_embedding": (None, [c_void_p, c_void_p]),
     "aiocb_set_group": (c_int32, [c_void_p, c_int32, c_int32, c_int32]),
     "aiocb_copy_block": (c_int32, [c_void_p, c_int32, c_int32, c_int32]),
@@ -234,10 +235,13 @@ class NativeModel:
         source_format: int,
         weight_format: int,
         bias: npt.NDArray[np.float32] | None = None,
+        input_scales: npt.NDArray[np.float32] | None = None,
+        importance: npt.NDArray[np.float32] | None = None,
     ) -> None:
         """Pack a weight given by the address of the source row of every packed column (0: a zero column).
 
-        The sources are read during the call only. `bias` is [N] in packed order.
+        The sources are read during the call only. `bias` is [N] in packed order. For int8, the weight is multiplied by
+        `input_scales` [depth] before it is quantised, and `importance` [depth] weighs its errors.
         """
         self._check(
             self._calls.aiocb_set_linear(
@@ -250,8 +254,15 @@ class NativeModel:
                 source_format,
                 weight_format,
                 bias.ctypes.data if bias is not None else None,
+                input_scales.ctypes.data if input_scales is not None else None,
+                importance.ctypes.data if importance is not None else None,
             )
         )
+
+    def record_inputs(self, layer: int, name: str, squares: npt.NDArray[np.float32] | None) -> None:
+        """Add the squares of all inputs of an int8 linear to `squares` [depth] from now on; None ends it."""
+        address = squares.ctypes.data if squares is not None else None
+        self._check(self._calls.aiocb_record_inputs(self.handle, layer, LINEARS[name], address))
 
     def set_embedding(self, address: int, owner: object) -> None:
         """Borrow the embedding's row-major memory; `owner` is kept alive with the model, or until the next call."""

@@ -264,6 +264,7 @@ def create_native_runner(
     own_model: bool = False,
     probe: bool = True,
     library: Library | None = None,
+    quantization: str | None = None,
 ) -> NativeRunner | str:
     """Build the native runner of a causal LM; return the reason when the generic path has to be taken.
 
@@ -280,6 +281,7 @@ def create_native_runner(
         own_model: free the module's parameters after packing (the module cannot be used afterwards).
         probe: compare one prompt with the module's own forward first.
         library: an already loaded library.
+        quantization: "int8" or None.
     """
     description = describe(model)
     if isinstance(description, str):
@@ -290,7 +292,9 @@ def create_native_runner(
     threads = num_threads or default_num_threads()
     layout = _layout(description, num_blocks, cache_bytes)
     try:
-        native = build_native_model(loaded, description, layout, threads, cores, level, copy_embedding=own_model)
+        native = build_native_model(
+            loaded, description, layout, threads, cores, level, copy_embedding=own_model, quantization=quantization
+        )
     except KernelError as error:
         return str(error)
     dtype = str(description.embedding.dtype).removeprefix("torch.")

@@ -7,11 +7,12 @@ gate and up columns needs no copy on the Python side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels import KernelError, Library, NativeModel
 from aiocb.kernels.library import ACTIVATIONS, FORMATS, ModelConfig
-from aiocb.model.families import LayerDescription, ModelDescription, Projection
+from aiocb.model.families import ModelDescription, Projection
+from aiocb.model.native_int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
 from aiocb.step import CacheLayout
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ def build_native_model(
     cores: Sequence[int] | None,
     level: str | None,
     copy_embedding: bool,
+    quantization: str | None = None,
 ) -> NativeModel:
     """Pack all weights and reserve the cache.
 
-    With `copy_embedding` nothing of the module is read afterwards; else its embedding is borrowed.
+    With `copy_embedding` nothing of the module is read afterwards; else its embedding is borrowed. `quantization` is
+    None or "int8".
 
     Raises:
         KernelError: the kernels do not support a shape of the model.
@@ -42,7 +45,7 @@ def build_native_model(
     native = NativeModel(library, config, num_threads=num_threads, cores=cores, level=level)
     for group, cache in enumerate(layout.groups):
         native.set_group(group, cache.num_blocks, len(cache.layers))
-    _pack_all(native, description, layout, copy_embedding)
+    _pack_all(native, description, layout, copy_embedding, quantization)
     return native
 
 
@@ -74,7 +77,9 @@ def _format(d: ModelDescription) -> int:
     return FORMATS[str(d.embedding.dtype).removeprefix("torch.")]
 
 
-def _pack_all(native: NativeModel, d: ModelDescription, layout: CacheLayout, copy_embedding: bool) -> None:
+def _pack_all(
+    native: NativeModel, d: ModelDescription, layout: CacheLayout, copy_embedding: bool, quantization: str | None = None
+) -> None:
     weight_format = _format(d)
     for group, cache in enumerate(layout.groups):
         for position, index in enumerate(cache.layers):
@@ -89,51 +94,113 @@ def _pack_all(native: NativeModel, d: ModelDescription, layout: CacheLayout, cop
             )
     for index, (frequencies, scaling) in enumerate(d.ropes):
         native.set_rope(index, _floats(frequencies), scaling)
-    for index, layer in enumerate(d.layers):
-        _pack_layer(native, index, layer, weight_format)
-    for name, values in d.final_vectors.items():
-        native.set_vector(-1, name, _floats(values))
-    _pack(native, -1, "head", d.head, weight_format)
     # A copy also lets go of the file mapping that all weights of a safetensors file share.
     embedding = d.embedding.detach().clone() if copy_embedding else d.embedding.detach().contiguous()
     native.set_embedding(embedding.data_ptr(), embedding)
+    packed_format = weight_format if quantization is None else FORMATS[quantization]
+    _pack_model(native, d, weight_format, packed_format, {})
+    if quantization is not None:
+        _pack_model(native, d, weight_format, packed_format, _tunings(native, d, layout))
 
 
-def _pack_layer(native: NativeModel, index: int, layer: LayerDescription, weight_format: int) -> None:
-    import numpy as np
+_Tunings = dict[tuple[int, str], InputTuning]
 
-    for name, values in layer.vectors.items():
-        native.set_vector(index, name, _floats(values))
-    _pack(native, index, "qkv", layer.qkv, weight_format)
-    _pack(native, index, "out", layer.out, weight_format)
-    _pack(native, index, "down", layer.down, weight_format)
-    if layer.gate is None:
-        _pack(native, index, "gate_up", layer.up, weight_format)
-        return
-    # A panel is 32 gate and 32 up columns: the product of a pair is formed where both were computed.
-    columns = layer.up.weight.shape[0]
-    panels = -(-columns // 32)
-    gate, up = _Rows(layer.gate), _Rows(layer.up)
-    rows = np.zeros((panels, 2, 32), np.uint64)
-    biases = np.zeros((panels, 2, 32), np.float32)
-    for side, source in enumerate((gate, up)):
-        padded = np.zeros(panels * 32, np.uint64)
-        padded[:columns] = source.addresses
-        rows[:, side] = padded.reshape(panels, 32)
-        if source.bias is not None:
-            bias = np.zeros(panels * 32, np.float32)
-            bias[:columns] = source.bias
-            biases[:, side] = bias.reshape(panels, 32)
-    has_bias = gate.bias is not None or up.bias is not None
-    native.set_linear(
-        index,
-        "gate_up",
-        rows.reshape(-1),
-        gate.depth,
-        source_format=weight_format,
-        weight_format=weight_format,
-        bias=biases.reshape(-1) if has_bias else None,
-    )
+
+def _tunings(native: NativeModel, d: ModelDescription, layout: CacheLayout) -> _Tunings:
+    """Let the model run as it is packed, and look at what its linears are given."""
+    linears: dict[tuple[int, str], tuple[Tensor, ...]] = {(-1, "head"): (d.head.weight,)}
+    for index, layer in enumerate(d.layers):
+        gate = () if layer.gate is None else (layer.gate.weight,)
+        linears[index, "qkv"] = (layer.qkv.weight,)
+        linears[index, "out"] = (layer.out.weight,)
+        linears[index, "gate_up"] = (*gate, layer.up.weight)
+        linears[index, "down"] = (layer.down.weight,)
+    depths = {key: weights[0].shape[1] for key, weights in linears.items()}
+    squares = record_inputs(native, depths, layout, d.vocab_size, d.max_position_embeddings)
+    tunings = {}
+    for (index, name), weights in linears.items():
+        vectors = d.final_vectors if index < 0 else d.layers[index].vectors
+        is_scaled = FEEDING_NORM.get(name) in vectors
+        tunings[index, name] = tune(squares[index, name], widths_of(*weights), is_scaled=is_scaled)
+    return tunings
+
+
+def _pack_model(
+    native: NativeModel, d: ModelDescription, source_format: int, weight_format: int, tunings: _Tunings
+) -> None:
+    packer = _Packer(native, source_format, weight_format, tunings)
+    for index, layer in enumerate(d.layers):
+        packer.vectors(index, layer.vectors)
+        packer.pack(index, "qkv", layer.qkv)
+        packer.pack(index, "out", layer.out)
+        packer.pack(index, "down", layer.down)
+        if layer.gate is None:
+            packer.pack(index, "gate_up", layer.up)
+        else:
+            packer.pack_gated(index, layer.gate, layer.up)
+    packer.vectors(-1, d.final_vectors)
+    packer.pack(-1, "head", d.head)
+
+
+class _Packer:
+    """Hands vectors and weights over, changed as int8 wants them."""
+
+    def __init__(self, native: NativeModel, source_format: int, weight_format: int, tunings: _Tunings) -> None:
+        self.native = native
+        self.source_format = source_format
+        self.weight_format = weight_format
+        self.tunings = tunings
+
+    def vectors(self, layer: int, vectors: dict[str, Tensor]) -> None:
+        """Set norms (and sinks); what a weight is multiplied by along its depth, the norm before it is divided by."""
+        divisors = {}
+        for linear, norm in FEEDING_NORM.items():
+            tuning = self.tunings.get((layer, linear))
+            if tuning is not None and tuning.scales is not None:
+                divisors[norm] = divisors[f"{norm}_bias"] = tuning.scales
+        for name, values in vectors.items():
+            floats = _floats(values)
+            self.native.set_vector(layer, name, floats / divisors[name] if name in divisors else floats)
+
+    def pack(self, layer: int, name: str, projection: Projection) -> None:
+        rows = _Rows(projection)
+        self._set(layer, name, rows.addresses, rows.depth, rows.bias)
+
+    def pack_gated(self, layer: int, gate_projection: Projection, up_projection: Projection) -> None:
+        """A panel is 32 gate and 32 up columns: the product of a pair is formed where both were computed."""
+        import numpy as np
+
+        panels = -(-up_projection.weight.shape[0] // 32)
+        gate, up = _Rows(gate_projection), _Rows(up_projection)
+        rows = np.zeros((panels, 2, 32), np.uint64)
+        biases = np.zeros((panels, 2, 32), np.float32)
+        for side, source in enumerate((gate, up)):
+            rows[:, side] = _padded(source.addresses, panels * 32).reshape(panels, 32)
+            if source.bias is not None:
+                biases[:, side] = _padded(source.bias, panels * 32).reshape(panels, 32)
+        has_bias = gate.bias is not None or up.bias is not None
+        self._set(layer, "gate_up", rows.reshape(-1), gate.depth, biases.reshape(-1) if has_bias else None)
+
+    def _set(
+        self,
+        layer: int,
+        name: str,
+        addresses: npt.NDArray[np.uint64],
+        depth: int,
+        bias: npt.NDArray[np.float32] | None,
+    ) -> None:
+        tuning = self.tunings.get((layer, name), InputTuning(None, None))
+        self.native.set_linear(
+            layer,
+            name,
+            addresses,
+            depth,
+            source_format=self.source_format,
+            weight_format=self.weight_format,
+            bias=bias,
+            input_scales=tuning.scales,
+            importance=tuning.importance,
+        )
 
 
 class _Rows:
@@ -152,17 +219,12 @@ class _Rows:
         self.bias = None if projection.bias is None else _floats(projection.bias)
 
 
-def _pack(native: NativeModel, layer: int, name: str, projection: Projection, weight_format: int) -> None:
-    rows = _Rows(projection)
-    native.set_linear(
-        layer,
-        name,
-        rows.addresses,
-        rows.depth,
-        source_format=weight_format,
-        weight_format=weight_format,
-        bias=rows.bias,
-    )
+def _padded(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    import numpy as np
+
+    result = np.zeros(size, values.dtype)
+    result[: len(values)] = values
+    return result
 
 
 def _floats(values: Tensor) -> npt.NDArray[np.float32]:

@@ -120,10 +120,20 @@ bool is_supported(const std::string& name) {
   if (name == "avx2") return avx2;
   if (name == "avx512") return avx512;
 #if defined(AIOCB_HAS_AVX512BF16)  // an older compiler does not know the name either
-  if (name == "avx512bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
+  if (name == "avx512bf16")  // built with VNNI too: no processor has the one without the other
+    return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #endif
 #endif
   return false;
+}
+
+bool has_vnni() {
+#if defined(AIOCB_HAS_AVX512)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512vnni");
+#else
+  return false;
+#endif
 }
 
 const Level* find_level(const char* name) {
@@ -159,6 +169,7 @@ struct Handle {
   std::vector<AttentionItem> items;
   std::vector<int32_t> positions;
   int max_tokens = 0, max_outputs = 0;
+  Int8State int8 = {};
   char error[256] = "";
 
   char* keep(int64_t bytes) { return memory.take(bytes); }
@@ -211,6 +222,10 @@ bool grow(Handle* handle, int tokens, int outputs) {
   b.output_rows = take(outputs * b.hidden_stride);
   b.scratch_bytes = (rows * (c.head_dim * 4 + 16) + 4095) / 4096 * 4096;
   b.scratch = take(threads * b.scratch_bytes);
+  if (handle->int8.row_stride) {
+    const int64_t wanted = tokens > outputs ? tokens : outputs, own = threads * kInt8OwnRows;
+    handle->int8.rows = take((wanted > own ? wanted : own) * handle->int8.row_stride);
+  }
   b.best_values = reinterpret_cast<float*>(take(threads * outputs * 4));
   b.best_ids = reinterpret_cast<int32_t*>(take(threads * outputs * 4));
   if (!ok) return false;
@@ -317,8 +332,22 @@ float** vector_slot(Handle* handle, int layer, int slot) {
   return slot >= 0 && slot < 11 ? slots[slot] : nullptr;
 }
 
+void prepare_int8(Handle* handle, Linear* linear, int depth) {
+  const int64_t groups = (depth + kInt8Group - 1) / kInt8Group;
+  linear->depth = depth;  // rows of activations are padded when they are quantised
+  if (!linear->extra) linear->extra = handle->keep(sizeof(Int8Linear));
+  if (linear->extra) *static_cast<Int8Linear*>(linear->extra) = {&handle->int8, nullptr};
+  linear->panel_bytes = groups * kPanel * (kInt8Group + 2);
+  const int64_t row = (groups * (kInt8Group + 8) + 63) / 64 * 64 + kRowPad;  // bytes, a scale and a start per group
+  if (row <= handle->int8.row_stride) return;
+  handle->int8.row_stride = row;
+  handle->int8.pool = handle->plain.pool;
+  handle->int8.has_vnni = has_vnni();
+  handle->max_tokens = handle->max_outputs = 0;  // buffers are too small now
+}
+
 int prepare_linear(Handle* handle, Linear* linear, int format, int columns, int depth) {
-  const int step = format == kF32 ? 1 : 2;
+  const int step = format == kBf16 ? 2 : 1;
   if (linear->data && linear->format == format && linear->columns == columns &&
       linear->depth == (depth + step - 1) / step * step)
     return kOk;  // packed again, in place
@@ -327,8 +356,9 @@ int prepare_linear(Handle* handle, Linear* linear, int format, int columns, int 
   linear->depth = (depth + step - 1) / step * step;
   linear->panels = (columns + kPanel - 1) / kPanel;
   linear->panel_bytes = int64_t(linear->depth / step) * kPanel * 4;
+  if (format == kInt8) prepare_int8(handle, linear, depth);
   linear->data = handle->keep(linear->panels * linear->panel_bytes + 4096);
-  return linear->data ? kOk : kNoMemory;
+  return linear->data && (format != kInt8 || linear->extra) ? kOk : kNoMemory;
 }
 
 char* block_address(Handle* handle, int group, int layer, int block, int64_t* bytes) {
@@ -400,9 +430,11 @@ AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int slot, const float*
   return kOk;
 }
 
-// `rows[c]` is the source row of packed column c (null: zeros); `bias[c]` its bias. The sources can be freed afterwards.
+// `rows[c]` is the source row of packed column c (null: zeros); `bias[c]` its bias. For int8, `input_scales`
+// multiply the weight along k, and `importance` weighs its errors (null: none). The sources can be freed afterwards.
 AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* const* rows, int columns, int depth,
-                               int source_format, int format, const float* bias) {
+                               int source_format, int format, const float* bias, const float* input_scales,
+                               const float* importance) {
   Linear* linear = linear_slot(handle, layer, slot);
   if (!linear) return fail(handle, kBadShape, "no linear %ld in layer %ld", slot, layer);
   if (int code = prepare_linear(handle, linear, format, columns, depth)) return code;
@@ -412,7 +444,7 @@ AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* 
     Handle* handle;
     Linear* linear;
     PackArgs args;
-  } context = {handle, linear, {padded.data(), source_format, depth}};
+  } context = {handle, linear, {padded.data(), source_format, depth, input_scales, importance}};
   pool_run(handle->plain.pool, [](void* opaque, int thread, int num_threads) {
     Context* c = static_cast<Context*>(opaque);
     c->handle->level->pack(c->linear, &c->args, thread, num_threads);
@@ -424,6 +456,14 @@ AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* 
   } else {
     linear->bias = nullptr;
   }
+  return kOk;
+}
+
+// From now on, add the squares of what enters an int8 linear to `squares` [depth]; null ends it.
+AIOCB_API int aiocb_record_inputs(Handle* handle, int layer, int slot, float* squares) {
+  Linear* linear = linear_slot(handle, layer, slot);
+  if (!linear || linear->format != kInt8) return fail(handle, kBadShape, "linear %ld of layer %ld is not int8", slot, layer);
+  static_cast<Int8Linear*>(linear->extra)->squares = squares;
   return kOk;
 }
 
@@ -538,22 +578,24 @@ AIOCB_API int aiocb_attention(Handle* handle, const StepArgs* args, int layer, c
   return kOk;
 }
 
-// `a` is in the linear's own format, rows `a_stride` bytes apart and padded to whole k steps.
+// `a` is in the model's format, rows `a_stride` bytes apart and padded to whole k steps.
 AIOCB_API int aiocb_linear(Handle* handle, int layer, int slot, const char* a, int64_t a_stride, int rows, float* out,
                            int64_t out_stride) {
   const Linear* linear = linear_slot(handle, layer, slot);
   if (!linear || !linear->data) return kBadShape;
+  if (linear->format == kInt8 && !grow(handle, rows, 1)) return kNoMemory;
+  const int format = handle->plain.config.format;
   struct Context {
     Handle* handle;
     const Linear* linear;
     const char* a;
     int64_t a_stride, out_stride;
-    int rows;
+    int rows, format;
     float* out;
-  } context = {handle, linear, a, a_stride, out_stride, rows, out};
+  } context = {handle, linear, a, a_stride, out_stride, rows, format, out};
   pool_run(handle->plain.pool, [](void* opaque, int thread, int num_threads) {
     Context* c = static_cast<Context*>(opaque);
-    c->handle->level->linear(c->linear, c->a, c->a_stride, c->rows, c->out, c->out_stride, thread, num_threads);
+    c->handle->level->linear(c->linear, c->format, c->a, c->a_stride, c->rows, c->out, c->out_stride, thread, num_threads);
   }, &context);
   return kOk;
 }

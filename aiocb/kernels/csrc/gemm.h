@@ -6,7 +6,7 @@
 // rows of the tile, so a row's result is bit-identical alone and in a batch.
 //
 // Adding a weight format takes one struct with the interface of Bf16Format in vec.h (load_b, broadcast_a, madd), or,
-// where sums are not floats, an overload of `compute_tile` for it; `run_linear` and all epilogues stay as they are.
+// where sums are not floats, a `run_format` of its own as in gemm_int8.h; all epilogues stay as they are.
 #pragma once
 #include "model.h"
 #include "vec.h"
@@ -110,11 +110,18 @@ AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stri
   }
 }
 
+template <class F, class Epilogue>
+AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
+                           int thread, int num_threads, Epilogue& epilogue);  // gemm_int8.h
+
 // `F` is the format of the activations; a linear whose weights have a format of their own is dispatched here.
 template <class F, class Epilogue>
 AIOCB_INLINE void run_linear(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
                              int thread, int num_threads, Epilogue& epilogue) {
-  run_format<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
+  if (linear.format == kInt8)
+    run_int8<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
+  else
+    run_format<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
 }
 
 // ---- epilogues ------------------------------------------------------------------------------------------------

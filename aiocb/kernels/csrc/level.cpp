@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "generic.h"
+#include "gemm_int8.h"
 #include "model.h"
 #include "pool.h"
 #include "rows.h"
@@ -241,6 +242,7 @@ void step(const Model* model, const StepArgs* args, int thread, int num_threads)
 
 void pack(const Linear* linear, const PackArgs* args, int thread, int num_threads) {
   const Share share = share_of(linear->panels, thread, num_threads);
+  if (linear->format == kInt8) return pack_int8(*linear, *args, share.begin, share.end);
   const bool to_bf16 = linear->format == kBf16;
   const int step = to_bf16 ? 2 : 1, steps = linear->depth / step;
   for (int panel = share.begin; panel < share.end; ++panel) {
@@ -291,11 +293,12 @@ void attention(const Model* model, const StepArgs* args, int layer, int thread, 
     attend_only<Bf16Format>(*model, *args, layer, thread, num_threads);
 }
 
-void linear(const Linear* linear, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
+// `a` is of `format`, which differs from the linear's only for int8.
+void linear(const Linear* linear, int format, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
             int thread, int num_threads) {
   StoreEpilogue epilogue = {out, out_stride, linear->columns, linear->bias};
   const char* rows_of_a = static_cast<const char*>(a);
-  if (linear->format == kF32)
+  if (format == kF32)
     run_linear<F32Format>(*linear, rows_of_a, a_stride, rows, nullptr, thread, num_threads, epilogue);
   else
     run_linear<Bf16Format>(*linear, rows_of_a, a_stride, rows, nullptr, thread, num_threads, epilogue);
@@ -337,6 +340,7 @@ int64_t multiply_add(int format, int repeats) {
   constexpr int kSteps = 64;
   alignas(64) static thread_local char weights[kSteps * kPanel * 4], rows[kMaxRows * (kSteps * 4 + 64)];
   alignas(64) float sums[kMaxRows * kPanel];
+  if (format == kInt8) return int8_multiply_add(repeats);
   for (int i = 0; i < repeats; ++i) {
     if (format == kF32)
       compute_tile<F32Format, kMaxRows>(rows, kSteps * 4 + 64, weights, kSteps, weights, 0, sums);

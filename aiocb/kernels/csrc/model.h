@@ -12,6 +12,8 @@ constexpr int kChunkPages = 8;    // softmax works on fixed chunks of 128 keys, 
 constexpr int kPanel = 64;        // columns of one packed weight panel
 constexpr int kMaxHeadDim = 256;
 constexpr int kItemRows = 48;      // rows (tokens x heads of a group) of one unit of attention work
+constexpr int kInt8Group = 32;    // elements along k that share a scale
+constexpr int kInt8OwnRows = 4;   // up to so many rows, every thread quantises for itself
 constexpr int kRowPad = 64;       // bytes added to an activation row, so that rows do not share cache sets
 
 enum Format : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2 };
@@ -27,7 +29,7 @@ struct Linear {
   int32_t depth;      // elements along k, a multiple of the k step
   int32_t panels;
   int64_t panel_bytes;
-  void* extra;        // owned by the format (scales of int8)
+  void* extra;        // of the format: the Int8Linear of int8
 };
 
 struct Norm {
@@ -99,6 +101,19 @@ struct Buffers {
 struct Pool;
 struct SelectArgs;
 
+// What int8 linears share: where rows of activations are quantised.
+struct Int8State {
+  char* rows;
+  int64_t row_stride;
+  Pool* pool;
+  int32_t has_vnni;
+};
+
+struct Int8Linear {
+  Int8State* state;
+  float* squares;     // [depth] where the squares of the inputs are added up while calibrating, else null
+};
+
 struct Model {
   Config config;
   Layer* layers;
@@ -114,6 +129,8 @@ struct Model {
 struct PackArgs {
   const char* const* rows;        // [panels * 64] source row of each packed column, null: zeros
   int32_t source_format, depth;
+  const float* input_scales;      // [depth] factors of the weight along k, or null (int8 only)
+  const float* importance;        // [depth] of the channels along k, or null: scales are not searched (int8 only)
 };
 
 // One layer's paged attention over torch tensors (generic.h): strides in bytes, rows contiguous along the head dim.
@@ -150,7 +167,7 @@ struct Level {
   void (*step)(const Model* model, const StepArgs* args, int thread, int num_threads);
   void (*attention)(const Model* model, const StepArgs* args, int layer, int thread, int num_threads);
   void (*pack)(const Linear* linear, const PackArgs* args, int thread, int num_threads);
-  void (*linear)(const Linear* linear, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
+  void (*linear)(const Linear* linear, int format, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
                  int thread, int num_threads);
   void (*norm)(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format,
                char* out, int64_t out_stride);
