@@ -89,7 +89,7 @@ class PretrainedSource:
             loaded = load(self.name, dtype=self._dtype, device=self._device, progress=self._progress, **self._options)
             defaults = model_defaults(loaded.model)
             text = TextProcessor(loaded.tokenizer)
-            runner, choices = build_runner(loaded.model, config, owns_model=True)
+            runner, choices = build_runner(loaded.model, config, owns_model=True, quantization=self._quantization)
             # Where the runner took the weights over, what is left is no model that could be used or changed.
             self.model = loaded.model if getattr(runner, "has_module", True) else None
             self._built = Built(runner, text, defaults, [*loaded.choices, *choices])

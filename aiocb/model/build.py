@@ -16,7 +16,9 @@ from aiocb.step import Runner
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["BuiltRunner", "build_runner", "model_defaults"]
+__all__ = ["QUANTIZATIONS", "BuiltRunner", "build_runner", "model_defaults"]
+
+QUANTIZATIONS = (None, "int8")
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 _UNBOUNDED = 1 << 20
@@ -35,6 +37,7 @@ def build_runner(
     *,
     sampler: Sampler | None = None,
     owns_model: bool = False,
+    quantization: str | None = None,
 ) -> BuiltRunner:
     """Choose and build the runner of a model.
 
@@ -43,10 +46,13 @@ def build_runner(
         config: the engine's settings.
         sampler: takes logits and plan; None builds `aiocb.sampling.sampler.Sampler`.
         owns_model: the engine loaded the model itself, so its weights may be repacked in place.
+        quantization: "int8" for 8-bit weights, which only the native runner has.
 
     Raises:
         ConfigError: the model cannot be run, or a setting cannot work with it.
     """
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(f"quantization={quantization!r} is unknown: 'int8', or None for the weights as they are")
     defaults = model_defaults(model)
     max_model_len = defaults.max_model_len
     length_choice = Choice("max_model_len", str(max_model_len), length_reason(model))
@@ -59,10 +65,15 @@ def build_runner(
         length_choice = Choice("max_model_len", str(max_model_len), "configured")
     sampler = sampler if sampler is not None else _default_sampler(defaults.vocab_size, model)
 
-    native, reason = _try_native(model, config, sampler, max_model_len, owns_model)
+    native, reason = _try_native(model, config, sampler, max_model_len, owns_model, quantization)
     if native is not None:
         choices = (Choice("runner", "native", reason), length_choice, *getattr(native, "choices", ()))
         return BuiltRunner(native, choices)
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization={quantization!r} needs the native CPU kernels, which cannot be used: {reason}. "
+            "Leave quantization out to run the weights as they are"
+        )
     runner = TorchRunner(model, config, sampler, max_model_len=max_model_len)
     return BuiltRunner(runner, (Choice("runner", "torch", reason), length_choice, *runner.choices))
 
@@ -136,7 +147,12 @@ def _default_sampler(vocab_size: int, model: PreTrainedModel) -> Sampler:
 
 
 def _try_native(
-    model: PreTrainedModel, config: EngineConfig, sampler: Sampler, max_model_len: int, owns_model: bool
+    model: PreTrainedModel,
+    config: EngineConfig,
+    sampler: Sampler,
+    max_model_len: int,
+    owns_model: bool,
+    quantization: str | None,
 ) -> tuple[Runner | None, str]:
     """Ask the native runner whether it takes this model; the reason goes with the answer."""
     if config.native is False:
@@ -144,14 +160,16 @@ def _try_native(
     if config.attention is not None:
         return None, f"attention={config.attention!r} was asked for"
     if model.device.type != "cpu":
-        return None, f"the model is on {model.device.type}"
+        return None, f"the model is on {model.device.type} (device='cpu' puts it on the CPU)"
     try:
         module = importlib.import_module("aiocb.model.native")
     except ImportError as error:
         runner, reason = None, f"no native runner is installed ({error})"
     else:
         try_build: Callable[..., tuple[Runner | None, str]] = module.try_build
-        runner, reason = try_build(model, config, sampler, max_model_len=max_model_len, owns_model=owns_model)
+        runner, reason = try_build(
+            model, config, sampler, max_model_len=max_model_len, owns_model=owns_model, quantization=quantization
+        )
     if runner is None and config.native:
         raise ConfigError(f"native=True, but the native runner cannot be used: {reason}")
     return runner, reason

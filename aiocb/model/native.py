@@ -32,8 +32,8 @@ __all__ = ["NativeRunner", "create_native_runner", "try_build"]
 
 PAGE_SIZE = 16
 _PROBE_TOKENS = 40
-# Structural mistakes give errors near 1; bf16 noise of a deep model reaches a few per cent.
-_PROBE_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.12}
+# Structural mistakes give errors near 1; noise of a deep model reaches a few per cent in bf16, twice as much in int8.
+_PROBE_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.12, "int8": 0.25}
 
 Sampler = Callable[["Tensor", StepPlan], StepResult]
 
@@ -221,7 +221,13 @@ def _nativized(sampler: Sampler, vocab_size: int, native: NativeModel) -> Sample
 
 
 def try_build(
-    model: Any, config: EngineConfig, sampler: Sampler | None, *, max_model_len: int, owns_model: bool
+    model: Any,
+    config: EngineConfig,
+    sampler: Sampler | None,
+    *,
+    max_model_len: int,
+    owns_model: bool,
+    quantization: str | None = None,
 ) -> tuple[NativeRunner | None, str]:
     """Build the native runner as the engine's settings ask; the string says why, either way.
 
@@ -244,6 +250,7 @@ def try_build(
         num_threads=config.num_threads,
         own_model=owns_model,
         library=library,
+        quantization=quantization,
     )
     if isinstance(runner, str):
         return None, runner
@@ -300,13 +307,15 @@ def create_native_runner(
     dtype = str(description.embedding.dtype).removeprefix("torch.")
     notes = {
         "runner": f"native whole step ({description.family})",
-        "kernels": f"{native.level}, {dtype}, {threads} threads",
+        "kernels": f"{native.level}, {quantization or dtype}, {threads} threads",
     }
     if sampler is not None:
         sampler = _nativized(sampler, description.vocab_size, native)
-    runner = NativeRunner(native, description, layout, sampler, notes, None if own_model else model)
+    # Quantised weights are not read again: the cache would be overwritten by the run that looks at activations.
+    module = None if own_model or quantization is not None else model
+    runner = NativeRunner(native, description, layout, sampler, notes, module)
     if probe:
-        distance, tolerance = _probe(model, runner), _PROBE_TOLERANCE[dtype]
+        distance, tolerance = _probe(model, runner), _PROBE_TOLERANCE[quantization or dtype]
         if not distance <= tolerance:  # NaN too
             runner.close()
             return f"the native step differs from the module's forward (relative error {distance:.2g} > {tolerance:g})"
