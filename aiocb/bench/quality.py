@@ -1,0 +1,268 @@
+"""What quantisation costs: each way of running a model against the same model in float32, on English text.
+
+Every candidate sees the same windows of tokens. The logit error is the mean of |logit - float32's logit| over all
+tokens and the whole vocabulary; KL is that of the distributions, from float32's to the candidate's; both are given
+beside transformers in bfloat16, the precision that users take for granted.
+
+    python -m aiocb.bench.quality smollm2
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pydoc_data import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiocb.kernels import Library, load
+from aiocb.model.loader import load as load_model
+from aiocb.model.native import NativeRunner, create_native_runner
+from aiocb.sampling_params import ModelDefaults, SamplingParams
+from aiocb.step import StepEntry, StepPlan, StepResult
+
+__all__ = ["english_tokens", "measure", "speed"]
+
+_PAGE = 16
+_CHUNK = 128  # tokens of a step: logits of a whole window at once would take gigabytes with a large vocabulary
+_TEXT_START = 20_000  # past the tables at the beginning
+
+Logits = Callable[[list[int]], Tensor]
+
+
+def english_tokens(tokenizer: Any, count: int) -> list[int]:
+    """Return `count` tokens of Python's own manual, which is on every machine.
+
+    Raises:
+        ValueError: the text is shorter.
+    """
+    text = "\n\n".join(topics.topics[key] for key in sorted(topics.topics))
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    start = min(_TEXT_START, max(0, len(ids) - count))
+    if len(ids) - start < count:
+        raise ValueError(f"the text has {len(ids)} tokens, {count} were asked for")
+    return ids[start : start + count]
+
+
+def measure(
+    name: str, *, num_tokens: int = 20_480, window: int = 512, num_threads: int | None = None
+) -> list[dict[str, Any]]:
+    """Return a row per candidate: transformers in bfloat16, aiocb in bfloat16 and in int8.
+
+    Every row holds `name`, `perplexity`, `logit_error`, `error_ratio` (over that of transformers in bfloat16), `kl`,
+    `same_choice` (share of tokens with the same largest logit as float32) and, for aiocb, `weight_mb`.
+
+    Args:
+        name: a model as `Engine.from_pretrained` takes it.
+        num_tokens: tokens of text, cut into windows.
+        window: tokens that are run together, each from position 0.
+        num_threads: of the native kernels; None is one per physical core.
+
+    Raises:
+        RuntimeError: the native kernels cannot run this model.
+    """
+    loaded = load_model(name, dtype=torch.bfloat16, device="cpu")
+    tokens = english_tokens(loaded.tokenizer, num_tokens // window * window)
+    windows = [tokens[first : first + window] for first in range(0, len(tokens), window)]
+    library = load()
+    if not isinstance(library, Library):
+        raise RuntimeError(library.reason)
+    candidates: dict[str, Logits] = {"transformers bfloat16": _module_logits(loaded.model)}
+    runners = []
+    weights = {}
+    for label, quantization in (("aiocb bfloat16", None), ("aiocb int8", "int8")):
+        capture = _Capture()
+        runner = _runner(loaded.model, library, quantization, capture, window, num_threads)
+        runners.append(runner)
+        candidates[label] = _native_logits(runner, capture)
+        weights[label] = _weight_bytes(loaded.model, quantization) / 1e6
+    reference = _module_logits(load_model(name, dtype=torch.float32, device="cpu").model)
+    totals = {label: _Totals() for label in ("transformers float32", *candidates)}
+    try:
+        for ids in windows:
+            expected = reference(ids)
+            totals["transformers float32"].add(expected, expected, ids)
+            for label, logits in candidates.items():
+                totals[label].add(expected, logits(ids), ids)
+    finally:
+        for runner in runners:
+            runner.close()
+    base = totals["transformers bfloat16"].error
+    return [
+        {"name": label, **total.row(base), **({"weight_mb": round(weights[label], 1)} if label in weights else {})}
+        for label, total in totals.items()
+    ]
+
+
+def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, context: int = 200) -> list[dict[str, Any]]:
+    """Time steps in bfloat16 and int8, alternating in one process; medians in milliseconds.
+
+    Rows hold `step`, `bfloat16_ms`, `int8_ms` and `ratio`.
+
+    Args:
+        name: a model as `Engine.from_pretrained` takes it.
+        num_threads: None is one per physical core.
+        repeats: steps of each kind, of which the median counts.
+        context: tokens that every decoding sequence has behind it.
+    """
+    model = load_model(name, dtype=torch.bfloat16, device="cpu").model
+    library = load()
+    if not isinstance(library, Library):
+        raise RuntimeError(library.reason)
+    blocks = 64 * (context // _PAGE + 1) * _PAGE
+    runners = [_runner(model, library, q, None, blocks, num_threads) for q in (None, "int8")]
+    rows = []
+    for label, requests, start, count in (
+        ("decode, batch 1", 1, context, 1), ("decode, batch 8", 8, context, 1), ("decode, batch 32", 32, context, 1),
+        ("decode, batch 64", 64, context, 1), ("prefill of 128 tokens", 1, 0, 128),
+    ):  # fmt: skip
+        plan = _plan(requests, start, count, runners[0].vocab_size)
+        times: tuple[list[float], list[float]] = ([], [])
+        for index in range(repeats + 1):
+            for runner, values in zip(runners, times, strict=True):
+                started = time.perf_counter()
+                runner.execute(plan)
+                if index:
+                    values.append(time.perf_counter() - started)
+        bf16, int8 = (statistics.median(values) * 1e3 for values in times)
+        rows.append(
+            {"step": label, "bfloat16_ms": round(bf16, 2), "int8_ms": round(int8, 2), "ratio": round(bf16 / int8, 2)}
+        )
+    for runner in runners:
+        runner.close()
+    return rows
+
+
+class _Totals:
+    """Sums over windows."""
+
+    def __init__(self) -> None:
+        self.nll = self.error = self.kl = 0.0
+        self.same = self.rows = self.predicted = 0
+
+    def add(self, expected: Tensor, actual: Tensor, ids: list[int]) -> None:
+        for first in range(0, len(ids), _CHUNK):  # by parts: all of it in float32 is a gigabyte
+            part = slice(first, first + _CHUNK)
+            p, q = torch.log_softmax(expected[part], -1), torch.log_softmax(actual[part], -1)
+            self.kl += float((p.exp() * (p - q)).sum())
+            self.error += float((expected[part] - actual[part]).abs().mean(-1).sum())
+            self.same += int((expected[part].argmax(-1) == actual[part].argmax(-1)).sum())
+            following = torch.tensor(ids[first + 1 : first + 1 + len(q)])
+            self.nll -= float(q[: len(following)].gather(1, following[:, None]).sum())
+            self.predicted += len(following)
+            self.rows += len(q)
+
+    def row(self, base: float) -> dict[str, float]:
+        return {
+            "perplexity": round(math.exp(self.nll / self.predicted), 4),
+            "logit_error": round(self.error / self.rows, 5),
+            "error_ratio": round(self.error / base, 3),
+            "kl": round(self.kl / self.rows, 7),
+            "same_choice": round(self.same / self.rows, 4),
+        }
+
+
+class _Capture:
+    """A sampler that keeps the logits."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, plan: StepPlan) -> StepResult:
+        self.parts.append(logits.clone())
+        return StepResult([None] * len(plan.entries))
+
+
+def _module_logits(model: Any) -> Logits:
+    def logits(ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            result: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+        return result
+
+    return logits
+
+
+def _native_logits(runner: NativeRunner, capture: _Capture) -> Logits:
+    blocks = list(range(1, runner.cache_layout.groups[0].num_blocks))
+    parameters = _greedy()
+
+    def logits(ids: list[int]) -> Tensor:
+        capture.parts.clear()
+        for first in range(0, len(ids), _CHUNK):
+            count = min(_CHUNK, len(ids) - first)
+            entry = StepEntry(
+                request_id=1, tokens=ids, num_prompt_tokens=len(ids), num_computed_tokens=first, num_new_tokens=count,
+                block_tables=(blocks,) * len(runner.cache_layout.groups), num_logits=count, is_sampled=False,
+                sampling=parameters, seed=0,
+            )  # fmt: skip
+            runner.execute(StepPlan((entry,), count))
+        return torch.cat(capture.parts)
+
+    return logits
+
+
+def _runner(
+    model: Any, library: Library, quantization: str | None, sampler: Any, num_tokens: int, num_threads: int | None
+) -> NativeRunner:
+    runner = create_native_runner(
+        model, sampler=sampler, num_blocks=max(16, num_tokens // _PAGE + 2), num_threads=num_threads, library=library,
+        quantization=quantization,
+    )  # fmt: skip
+    if isinstance(runner, str):
+        raise RuntimeError(runner)
+    return runner
+
+
+def _plan(requests: int, start: int, count: int, vocab_size: int) -> StepPlan:
+    generator = torch.Generator().manual_seed(0)
+    pages = (start + count) // _PAGE + 1
+    parameters = _greedy()
+    entries = tuple(
+        StepEntry(
+            request_id=index, tokens=torch.randint(0, vocab_size, (start + count,), generator=generator).tolist(),
+            num_prompt_tokens=start + count, num_computed_tokens=start, num_new_tokens=count,
+            block_tables=(list(range(1 + index * pages, 1 + (index + 1) * pages)),), num_logits=1, is_sampled=True,
+            sampling=parameters, seed=0,
+        )
+        for index in range(requests)
+    )  # fmt: skip
+    return StepPlan(entries, requests * count)
+
+
+def _greedy() -> SamplingParams:
+    return SamplingParams(temperature=0.0).resolve(
+        ModelDefaults(vocab_size=1 << 30, max_model_len=1 << 30, eos_token_ids=())
+    )
+
+
+def _weight_bytes(model: Any, quantization: str | None) -> float:
+    """Bytes that a step reads: every matrix once, the embedding not at all (it is looked up)."""
+    count = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
+    return count * (2.0 if quantization is None else 1.0 + 2.0 / 32)  # a bf16 scale per 32
+
+
+def main() -> None:
+    """Print both tables of docs/int8.md as JSON lines."""
+    import argparse
+    import json
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=20_480)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--only", choices=("quality", "speed"), default=None)
+    arguments = parser.parse_args()
+    if arguments.only != "quality":
+        for row in speed(arguments.model, num_threads=arguments.threads):
+            print(json.dumps(row), flush=True)
+    if arguments.only != "speed":
+        for row in measure(arguments.model, num_tokens=arguments.tokens, num_threads=arguments.threads):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
