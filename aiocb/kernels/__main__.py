@@ -13,9 +13,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m aiocb.kernels", description=__doc__)
     parser.add_argument("command", choices=["build", "info"])
     parser.add_argument("--force", action="store_true", help="build again even when a library is cached")
+    parser.add_argument("--native", action="store_true", help="build for this processor only (quicker)")
     options = parser.parse_args(arguments)
     if options.command == "build":
-        path = find_or_build(force=options.force)
+        path = find_or_build(force=options.force, every_level=not options.native)
         print(path.reason if isinstance(path, KernelUnavailable) else path)
         return int(isinstance(path, KernelUnavailable))
     compiler = find_compiler()

@@ -8,6 +8,7 @@ so that two processes do not build at once, and put in place with an atomic rena
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -66,9 +67,39 @@ def _units() -> tuple[_Unit, ...]:
     )
 
 
-def _supported(units: tuple[_Unit, ...], accepts: Callable[[tuple[str, ...]], bool]) -> tuple[_Unit, ...]:
-    """Leave out the levels whose flags an older compiler does not know, and tell the dispatcher."""
-    dropped = {unit.name for unit in units if unit.source == "level.cpp" and not accepts(unit.flags)}
+_NEEDS = {
+    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx2": {"avx2", "fma", "bmi2"},
+}
+
+
+def _processor_features() -> set[str] | None:
+    """What /proc/cpuinfo says of this processor; None where there is none to ask."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next((set(line.split()) for line in lines if line.startswith("flags")), None)
+    except OSError:
+        return None
+
+
+def _unneeded(units: tuple[_Unit, ...], accepts: Callable[[tuple[str, ...]], bool]) -> set[str]:
+    """The levels that this processor cannot run, and those below the best one that it can (portable always stays)."""
+    features = _processor_features()
+    if features is None:
+        return set()
+    levels = [unit for unit in units if unit.name in _NEEDS]  # best first
+    best = next((unit.name for unit in levels if features >= _NEEDS[unit.name] and accepts(unit.flags)), None)
+    return {unit.name for unit in levels if unit.name != best}
+
+
+def _supported(
+    units: tuple[_Unit, ...], accepts: Callable[[tuple[str, ...]], bool], unneeded: Collection[str] = ()
+) -> tuple[_Unit, ...]:
+    """Leave out levels that are not needed or that an older compiler does not know, and tell the dispatcher."""
+    dropped = {
+        unit.name for unit in units if unit.source == "level.cpp" and (unit.name in unneeded or not accepts(unit.flags))
+    }
     missing = tuple(f"-DAIOCB_NO_{name.upper()}" for name in sorted(dropped))
     return tuple(
         unit._replace(flags=unit.flags + missing) if unit.source == "api.cpp" else unit
@@ -101,12 +132,13 @@ def find_compiler() -> tuple[list[str], str] | KernelUnavailable:
     return KernelUnavailable("no C++ compiler found (set CXX, or install g++ or clang++)")
 
 
-def _key(version: str) -> str:
+def _key(version: str, every_level: bool) -> str:
     digest = hashlib.sha256()
     for path in sorted(_SOURCE_DIR.iterdir()):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(repr((_COMMON, _units(), version, platform.system(), platform.machine())).encode())
+    features = None if every_level else sorted(_processor_features() or ())
+    digest.update(repr((_COMMON, _units(), version, platform.system(), platform.machine(), features)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -123,7 +155,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(command: list[str], target: Path) -> KernelUnavailable | None:
+def _compile(command: list[str], target: Path, every_level: bool) -> KernelUnavailable | None:
     deadline = time.monotonic() + _BUILD_TIMEOUT_S
 
     def run(arguments: list[str]) -> str | None:
@@ -142,7 +174,13 @@ def _compile(command: list[str], target: Path) -> KernelUnavailable | None:
         return None if done.returncode == 0 else next((x for x in lines if "error" in x), lines[-1] if lines else "?")
 
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as scratch:
-        units = _supported(_units(), lambda flags: run([*flags, "-fsyntax-only", "-x", "c++", os.devnull]) is None)
+
+        @functools.cache
+        def accepts(flags: tuple[str, ...]) -> bool:
+            return run([*flags, "-fsyntax-only", "-x", "c++", os.devnull]) is None
+
+        units = _units()
+        units = _supported(units, accepts, () if every_level else _unneeded(units, accepts))
         objects = [os.path.join(scratch, f"{unit.name}.o") for unit in units]
 
         def compile_unit(pair: tuple[_Unit, str]) -> str | None:
@@ -161,14 +199,16 @@ def _compile(command: list[str], target: Path) -> KernelUnavailable | None:
     return KernelUnavailable(f"building the native kernels failed: {failures[0]}")
 
 
-def find_or_build(*, force: bool = False) -> Path | KernelUnavailable:
+def find_or_build(*, force: bool = False, every_level: bool = False) -> Path | KernelUnavailable:
     """Return the library for this machine, building it when it is not in the cache.
 
-    A build takes about ten seconds, prints one line before and one after to stderr, and blocks a second process that
-    wants the same library until it is there.
+    A build takes some seconds, prints one line before and one after to stderr, and blocks a second process that wants
+    the same library until it is there.
 
     Args:
         force: build again even when a library is cached.
+        every_level: build all instruction-set levels, for images that run elsewhere (and for tests); else the best
+            one of this processor and the portable one. A library with every level is taken wherever it is cached.
     """
     if sys.platform == "win32":
         return KernelUnavailable("native kernels are not supported on Windows")
@@ -178,16 +218,18 @@ def find_or_build(*, force: bool = False) -> Path | KernelUnavailable:
         if isinstance(found, KernelUnavailable):
             return found
         command, version = found
-        target = directory / f"aiocb-{_key(version)}.so"
-        if target.exists() and not force:
-            return target
+        complete = directory / f"aiocb-{_key(version, True)}.so"
+        target = complete if every_level else directory / f"aiocb-{_key(version, False)}.so"
+        for cached in (complete, target):
+            if cached.exists() and not force:
+                return cached
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / f"{target.stem}.lock"):
             if target.exists() and not force:
                 return target
             started = time.monotonic()
-            _announce(f"building native kernels with {version} (once, about 15 s)")
-            failure = _compile(command, target)
+            _announce(f"building native kernels with {version} (once)")
+            failure = _compile(command, target, every_level)
             if failure is not None:
                 return failure
             _announce(f"native kernels built in {time.monotonic() - started:.1f} s: {target}")

@@ -313,9 +313,9 @@ class NativeModel:
             self.close()
 
 
-def load() -> Library | KernelUnavailable:
-    """Load the native library, building it on first use (about ten seconds, announced on stderr)."""
-    path = find_or_build()
+def load(*, every_level: bool = False) -> Library | KernelUnavailable:
+    """Load the native library, building it on first use (some seconds, announced on stderr); see `find_or_build`."""
+    path = find_or_build(every_level=every_level)
     if isinstance(path, KernelUnavailable):
         return path
     try:

@@ -10,7 +10,7 @@ from aiocb.kernels import KernelUnavailable, Library, load
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    loaded = load()
+    loaded = load(every_level=True)
     if isinstance(loaded, KernelUnavailable):
         pytest.skip(loaded.reason)
     return loaded
@@ -28,6 +28,6 @@ def _one_torch_thread() -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that takes `level` once per instruction-set level of this processor."""
     if "level" in metafunc.fixturenames:
-        loaded = load()
+        loaded = load(every_level=True)
         levels = ("none",) if isinstance(loaded, KernelUnavailable) else loaded.levels()
         metafunc.parametrize("level", levels)

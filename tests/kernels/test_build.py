@@ -73,6 +73,38 @@ def test_levels_that_the_compiler_does_not_know_are_left_out() -> None:
     assert ("-DAIOCB_NO_AVX512BF16" in api.flags) == ("avx512bf16" in {unit.name for unit in build._units()})
 
 
+X86_UNITS = tuple(
+    build._Unit(name, "level.cpp", (f"-m{name}",)) for name in ("avx512bf16", "avx512", "avx2", "portable")
+)
+
+
+@pytest.mark.parametrize(
+    ("features", "unneeded"),
+    [
+        (None, set()),  # nobody to ask: every level is built
+        (set(), {"avx512bf16", "avx512", "avx2"}),
+        ({"avx2", "fma", "bmi2"}, {"avx512bf16", "avx512"}),
+        (build._NEEDS["avx512"] | build._NEEDS["avx2"], {"avx512bf16", "avx2"}),
+        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"], {"avx512", "avx2"}),
+    ],
+)
+def test_a_first_use_builds_the_best_level_and_the_portable_one(
+    features: set[str] | None, unneeded: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_processor_features", lambda: features)
+    assert build._unneeded(X86_UNITS, lambda flags: True) == unneeded
+
+
+def test_a_level_that_the_compiler_does_not_know_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_processor_features", lambda: build._NEEDS["avx512bf16"] | build._NEEDS["avx2"])
+    assert build._unneeded(X86_UNITS, lambda flags: flags != ("-mavx512bf16",)) == {"avx512bf16", "avx2"}
+
+
+def test_a_complete_library_serves_everybody(toy: Path) -> None:
+    complete = find_or_build(every_level=True)
+    assert find_or_build() == complete
+
+
 def test_a_library_of_something_else_is_a_reason(toy: Path) -> None:
     result = load()
     assert isinstance(result, KernelUnavailable)
