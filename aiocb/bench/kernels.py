@@ -65,6 +65,11 @@ def run(*, num_threads: int | None = None, repeats: int = 7, quick: bool = False
                 _decode(library, dtype, threads, 32, context, floors, repeats)
                 for context in ((512,) if quick else (512, 200))
             ]
+        floors = _Floors(bus, library.arithmetic(threads, "int8"))
+        rows += [
+            _linear(library, "bfloat16", threads, m, 3072, 576, floors, repeats, weights_as="int8")
+            for m in ((8,) if quick else (1, 8, 64, 512))
+        ]
         return rows
     finally:
         torch.set_num_threads(before)
@@ -116,15 +121,28 @@ def _model(library: Library, dtype: str, threads: int, layers: int) -> NativeMod
 
 
 def _linear(
-    library: Library, dtype: str, threads: int, m: int, n: int, k: int, floors: _Floors, repeats: int
+    library: Library,
+    dtype: str,
+    threads: int,
+    m: int,
+    n: int,
+    k: int,
+    floors: _Floors,
+    repeats: int,
+    weights_as: str | None = None,
 ) -> dict[str, Any]:
+    """Weights of another format than the activations (int8) are compared with torch in the activations' format."""
     size = _DTYPES[dtype].itemsize
-    layers = max(2, _COLD_BYTES // (n * k * size))
+    weights_as = weights_as or dtype
+    weight_size = 1 + 2 / 32 if weights_as == "int8" else size  # with the scales
+    layers = max(2, int(_COLD_BYTES / (n * k * weight_size)))
     model = _model(library, dtype, threads, layers)
     weights = [(torch.randn(n, k) * 0.05).to(_DTYPES[dtype]) for _ in range(layers)]
     for layer, weight in enumerate(weights):
         addresses = np.uint64(weight.data_ptr()) + np.arange(n, dtype=np.uint64) * np.uint64(k * size)
-        model.set_linear(layer, "gate_up", addresses, k, source_format=FORMATS[dtype], weight_format=FORMATS[dtype])
+        model.set_linear(
+            layer, "gate_up", addresses, k, source_format=FORMATS[dtype], weight_format=FORMATS[weights_as]
+        )
     a, out = torch.randn(m, k).to(_DTYPES[dtype]), torch.empty(m, n)
 
     def native(_: int) -> None:
@@ -137,8 +155,8 @@ def _linear(
 
     seconds = _alternate(native, other, repeats)
     model.close()
-    floor = floors.of(n * k * size, 2.0 * m * n * k)
-    return _row("linear", dtype, f"M={m} N={n} K={k}", (seconds[0] / layers, seconds[1] / layers), floor)
+    floor = floors.of(n * k * weight_size, 2.0 * m * n * k)
+    return _row("linear", weights_as, f"M={m} N={n} K={k}", (seconds[0] / layers, seconds[1] / layers), floor)
 
 
 def _decode(
