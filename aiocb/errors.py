@@ -1,15 +1,17 @@
 """Every exception that aiocb raises, in one tree.
 
-AiocbError
-├── ConfigError (ValueError)          the engine's own settings cannot work
-├── RequestError                      one request ended; the others are not affected
-│   ├── InvalidRequest (ValueError)   refused before admission
-│   ├── QueueFull                     the bounded waiting queue has no room
-│   ├── RequestTimeout (TimeoutError) a deadline of the request has passed
-│   └── RequestFailed                 something inside this request raised
-└── EngineError
-    ├── EngineClosed                  the engine is not running (not entered, or closed)
-    └── EngineDead                    the worker thread has stopped; the cause is chained
+::
+
+    AiocbError
+    ├── ConfigError (ValueError)          the engine's own settings cannot work
+    ├── RequestError                      one request ended; the others are not affected
+    │   ├── InvalidRequest (ValueError)   refused before admission
+    │   ├── QueueFull                     the bounded waiting queue has no room
+    │   ├── RequestTimeout (TimeoutError) a deadline of the request has passed
+    │   └── RequestFailed                 something inside this request raised
+    └── EngineError
+        ├── EngineClosed                  the engine is not running (not entered, or closed)
+        └── EngineDead                    the worker thread has stopped; the cause is chained
 """
 
 from __future__ import annotations

@@ -35,14 +35,14 @@ class Stream:
 
     Nothing is submitted before the first `anext`, `async with` or `await`. Made by `Engine.stream()`.
 
-    | use | leaving it | effect |
-    |---|---|---|
-    | `async for c in stream` | the task is cancelled, `break`, an exception | the request is aborted at once |
-    | `async with stream` | any way out | the same, on every Python implementation |
-    | inside `async with`: a timeout around one `anext` | it fires | the stream lives on, no token is lost |
-    | `await stream` | cancelled | aborted |
-    | `stream.close()` | from any task or thread | aborted; a parked reader wakes and its iteration ends |
-    | `stream.finish()` | | ends at the next step and delivers what is there |
+    How it is left, and what follows:
+
+    - `async for chunk in stream`, and the task is cancelled, or `break`, or an exception: aborted at once.
+    - `async with stream`, any way out: the same, on every Python implementation.
+    - A timeout around one `anext` inside `async with`: the stream lives on, no token is lost.
+    - `await stream`, cancelled: aborted.
+    - `stream.close()` from any task or thread: aborted; a parked reader wakes and its iteration ends.
+    - `stream.finish()`: ends at the next step and delivers what is there.
     """
 
     __slots__ = ("__weakref__", "_engine", "_entered", "_lanes", "_reading", "_session", "_slot", "_spec", "_state")
