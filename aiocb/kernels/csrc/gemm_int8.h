@@ -428,7 +428,7 @@ AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride
 
 // Multiply-adds of the largest tile on operands that stay in the nearest cache (see multiply_add in level.cpp).
 inline int64_t int8_multiply_add(int repeats) {
-  constexpr int kGroups = 8, kStride = kGroups * (kInt8Group + int(sizeof(Int8GroupMeta))) + 64;
+  constexpr int kGroups = 4, kStride = kGroups * (kInt8Group + int(sizeof(Int8GroupMeta))) + 64;
   alignas(64) static thread_local char weights[kGroups * kInt8GroupBytes], rows[kInt8Rows * kStride];
   alignas(64) float sums[kInt8Rows * kPanel];
   for (int i = 0; i < repeats; ++i)
