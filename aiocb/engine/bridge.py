@@ -3,8 +3,12 @@
 ```
 worker thread                    │ event loop
 core.step() ─► Bridge.post() ────┼─ call_soon_threadsafe ─► send_nowait ─►[anyio channel]─► dispatcher ─► Lane.push
-               one call per step │                                        one batch per step
+               one batch a step, │                                        one batch per step
+               one call at most  │
 ```
+
+A call is made only when the one before it has run. asyncio empties the socket that wakes it in a loop that gives up the
+GIL each time; steps that hold the GIL and post a call each would refill it each time, and the loop would never get on.
 
 One anyio memory channel per event loop carries one batch per step. Tokens are never in a hand-off to a reader: the
 dispatcher puts them into the reader's `Lane` and only then wakes it. The dispatcher is a task that this object owns;
@@ -84,13 +88,19 @@ class LoopBridge:
         self._channel = None
         self._dispatcher: asyncio.Task[None] | None = None
         self._context = contextvars.Context()
+        self._posted: deque[list[Delivery]] = deque()
+        self._is_called = False  # a call of `_arrived` is under way; set by the worker, cleared by the loop
 
     # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────
 
     def post(self, batch: list[Delivery]) -> bool:
-        """Schedule one callback on the loop; False when the loop is closed."""
+        """Hand over a batch and make sure that the loop will look; False when the loop is closed."""
+        self._posted.append(batch)
+        if self._is_called and not self.loop.is_closed():
+            return True
+        self._is_called = True
         try:
-            self.loop.call_soon_threadsafe(self._arrived, batch, context=self._context)
+            self.loop.call_soon_threadsafe(self._arrived, context=self._context)
         except RuntimeError:
             self.discard()
             return False
@@ -106,6 +116,7 @@ class LoopBridge:
                 pass  # it cannot wake its reader in a closed loop
         self._open.clear()
         self._waiting.clear()
+        self._posted.clear()
 
     def wake(self, slot: Slot) -> None:
         """Wake a parked reader from any thread; in the loop's own thread at once."""
@@ -200,12 +211,16 @@ class LoopBridge:
                 self.num_reserved += count
                 future.set_result(None)
 
-    def _arrived(self, batch: list[Delivery]) -> None:
+    def _arrived(self) -> None:
         self.num_wakeups += 1
-        if self._channel is not None:
-            self._channel[0].send_nowait(batch)
-        else:
-            self._deliver(batch)
+        self._is_called = False  # before looking: what is posted from here on makes a call of its own
+        posted = self._posted
+        while posted:
+            batch = posted.popleft()
+            if self._channel is not None:
+                self._channel[0].send_nowait(batch)
+            else:
+                self._deliver(batch)
 
     def _deliver(self, batch: list[Delivery]) -> None:
         for lane, token_ids, text, logprobs, end in batch:
