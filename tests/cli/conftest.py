@@ -60,7 +60,10 @@ class Terminal:
         deadline = time.monotonic() + timeout
         while self._read(deadline):
             pass
-        return self.process.wait(max(0.1, deadline - time.monotonic()))
+        try:
+            return self.process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it goes on; its output: {self.output!r}") from None
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -89,7 +89,7 @@ def test_ctrl_c_while_loading(spawn: Spawn) -> None:
     terminal.expect("Loading fake")
     terminal.expect("load 50%")
     terminal.send(CTRL_C)
-    assert terminal.wait(10) == 130
+    assert terminal.wait() == 130
     assert "Traceback" not in terminal.output
 
 
