@@ -92,9 +92,12 @@ class Projection(NamedTuple):
 
 
 class LayerDescription(NamedTuple):
-    """One decoder layer; `gate` is None when the MLP is plain."""
+    """One decoder layer; `gate` is None when the MLP is plain.
 
-    qkv: Projection
+    The rows of `qkv` are those of its parts, one part after the other.
+    """
+
+    qkv: tuple[Projection, ...]
     out: Projection
     gate: Projection | None
     up: Projection
@@ -268,29 +271,18 @@ def _projection(linear: Any) -> Projection:
     return Projection(linear.weight, linear.bias)
 
 
-def _concatenate(parts: list[Projection]) -> Projection:
-    import torch
-
-    weight = torch.cat([part.weight for part in parts])
-    biases = [part.bias for part in parts]
-    if all(bias is None for bias in biases):
-        return Projection(weight, None)
-    zeros = [torch.zeros(part.weight.shape[0]) if part.bias is None else part.bias.float() for part in parts]
-    return Projection(weight, torch.cat(zeros))
-
-
-def _qkv(family: Family, attention: Any, heads: int, kv_heads: int, head_dim: int) -> Projection:
+def _qkv(family: Family, attention: Any, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
     if family.qkv == "fused":
-        return _projection(attention.qkv_proj)
+        return (_projection(attention.qkv_proj),)
     if family.qkv == "interleaved":  # [heads][q, k, v][D] -> all q, all k, all v
         fused = _projection(attention.query_key_value)
         weight = fused.weight.view(heads, 3, head_dim, -1).transpose(0, 1).reshape(3 * heads * head_dim, -1)
         bias = None if fused.bias is None else fused.bias.view(heads, 3, head_dim).transpose(0, 1).reshape(-1)
-        return Projection(weight, bias)
-    parts = [_projection(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
+        return (Projection(weight, bias),)
+    parts = tuple(_projection(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
     expected = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     _require([part.weight.shape[0] for part in parts] == expected, "projections do not match the heads of the config")
-    return _concatenate(parts)
+    return parts
 
 
 def _mlp(family: Family, mlp: Any) -> tuple[Projection | None, Projection, Projection]:

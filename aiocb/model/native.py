@@ -251,6 +251,7 @@ def try_build(
         own_model=owns_model,
         library=library,
         quantization=quantization,
+        description=description,
     )
     if isinstance(runner, str):
         return None, runner
@@ -272,6 +273,7 @@ def create_native_runner(
     probe: bool = True,
     library: Library | None = None,
     quantization: str | None = None,
+    description: ModelDescription | None = None,
 ) -> NativeRunner | str:
     """Build the native runner of a causal LM; return the reason when the generic path has to be taken.
 
@@ -289,10 +291,12 @@ def create_native_runner(
         probe: compare one prompt with the module's own forward first.
         library: an already loaded library.
         quantization: "int8" or None.
+        description: of the model, when it has been made already.
     """
-    description = describe(model)
-    if isinstance(description, str):
-        return description
+    described = description or describe(model)
+    if isinstance(described, str):
+        return described
+    description = described
     loaded = library or load()
     if isinstance(loaded, KernelUnavailable):
         return loaded.reason

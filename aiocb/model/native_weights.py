@@ -111,7 +111,7 @@ def _tunings(native: NativeModel, d: ModelDescription, layout: CacheLayout) -> _
     linears: dict[tuple[int, str], tuple[Tensor, ...]] = {(-1, "head"): (d.head.weight,)}
     for index, layer in enumerate(d.layers):
         gate = () if layer.gate is None else (layer.gate.weight,)
-        linears[index, "qkv"] = (layer.qkv.weight,)
+        linears[index, "qkv"] = tuple(part.weight for part in layer.qkv)
         linears[index, "out"] = (layer.out.weight,)
         linears[index, "gate_up"] = (*gate, layer.up.weight)
         linears[index, "down"] = (layer.down.weight,)
@@ -131,7 +131,7 @@ def _pack_model(
     packer = _Packer(native, source_format, weight_format, tunings)
     for index, layer in enumerate(d.layers):
         packer.vectors(index, layer.vectors)
-        packer.pack(index, "qkv", layer.qkv)
+        packer.pack(index, "qkv", *layer.qkv)
         packer.pack(index, "out", layer.out)
         packer.pack(index, "down", layer.down)
         if layer.gate is None:
@@ -162,9 +162,18 @@ class _Packer:
             floats = _floats(values)
             self.native.set_vector(layer, name, floats / divisors[name] if name in divisors else floats)
 
-    def pack(self, layer: int, name: str, projection: Projection) -> None:
-        rows = _Rows(projection)
-        self._set(layer, name, rows.addresses, rows.depth, rows.bias)
+    def pack(self, layer: int, name: str, *projections: Projection) -> None:
+        """Pack the rows of all projections as one matrix."""
+        import numpy as np
+
+        parts = [_Rows(projection) for projection in projections]
+        bias = None
+        if any(part.bias is not None for part in parts):
+            zeros = (np.zeros(len(part.addresses), np.float32) for part in parts)
+            bias = np.concatenate(
+                [zero if part.bias is None else part.bias for part, zero in zip(parts, zeros, strict=True)]
+            )
+        self._set(layer, name, np.concatenate([part.addresses for part in parts]), parts[0].depth, bias)
 
     def pack_gated(self, layer: int, gate_projection: Projection, up_projection: Projection) -> None:
         """A panel is 32 gate and 32 up columns: the product of a pair is formed where both were computed."""

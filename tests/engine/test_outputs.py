@@ -262,11 +262,14 @@ async def test_a_loop_that_does_not_run_is_called_once(monkeypatch: pytest.Monke
         stream = setup.endless()
         reading = asyncio.create_task(anext(stream))
         await setup.gate.held()
-        loop, calls = asyncio.get_running_loop(), []
-        call = loop.call_soon_threadsafe
-        monkeypatch.setattr(
-            loop, "call_soon_threadsafe", lambda *arguments, **options: (calls.append(0), call(*arguments, **options))
-        )
+        loop = asyncio.get_running_loop()
+        call, calls = loop.call_soon_threadsafe, []
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            calls.append(arguments)
+            return call(*arguments, **options)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
         wakeups = setup.engine.stats().num_loop_wakeups
         setup.gate.release(50)
         while setup.gate.num_finished < 50:  # the loop stands still
