@@ -80,19 +80,22 @@ class PretrainedSource:
 
     def build(self, config: EngineConfig) -> Built:
         """Load the model, unless an earlier session has, and make a runner; see `Source`."""
-        from aiocb.model.build import build_runner, model_defaults
-        from aiocb.model.loader import load
+        from aiocb.model.pretrained import open_pretrained
 
         with self._lock:
             if self._built is not None and self._config == config:
                 return self._built
-            loaded = load(self.name, dtype=self._dtype, device=self._device, progress=self._progress, **self._options)
-            defaults = model_defaults(loaded.model)
-            text = TextProcessor(loaded.tokenizer)
-            runner, choices = build_runner(loaded.model, config, owns_model=True, quantization=self._quantization)
-            # Where the runner took the weights over, what is left is no model that could be used or changed.
-            self.model = loaded.model if getattr(runner, "has_module", True) else None
-            self._built = Built(runner, text, defaults, [*loaded.choices, *choices])
+            opened = open_pretrained(
+                self.name,
+                config,
+                dtype=self._dtype,
+                device=self._device,
+                quantization=self._quantization,
+                progress=self._progress,
+                options=self._options,
+            )
+            self.model = opened.model
+            self._built = Built(opened.runner, TextProcessor(opened.tokenizer), opened.defaults, opened.choices)
             self._config = config
             return self._built
 

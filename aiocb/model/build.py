@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.adapter import text_config
+from aiocb.model.pretrained import choose_length
 from aiocb.model.runner import Sampler, TorchRunner
 from aiocb.sampling_params import ModelDefaults, generation_values
 from aiocb.step import Runner
@@ -16,7 +17,7 @@ from aiocb.step import Runner
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["QUANTIZATIONS", "BuiltRunner", "build_runner", "model_defaults"]
+__all__ = ["QUANTIZATIONS", "BuiltRunner", "build_runner", "length_reason", "model_defaults"]
 
 QUANTIZATIONS = (None, "int8")
 
@@ -54,15 +55,7 @@ def build_runner(
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization={quantization!r} is unknown: 'int8', or None for the weights as they are")
     defaults = model_defaults(model)
-    max_model_len = defaults.max_model_len
-    length_choice = Choice("max_model_len", str(max_model_len), length_reason(model))
-    if config.max_model_len is not None:
-        if config.max_model_len > max_model_len:
-            raise ConfigError(
-                f"max_model_len={config.max_model_len} is more than the model's positions allow ({max_model_len})"
-            )
-        max_model_len = config.max_model_len
-        length_choice = Choice("max_model_len", str(max_model_len), "configured")
+    max_model_len, length_choice = choose_length(config, defaults.max_model_len, length_reason(model))
     sampler = sampler if sampler is not None else _default_sampler(defaults.vocab_size, model)
 
     native, reason = _try_native(model, config, sampler, max_model_len, owns_model, quantization)

@@ -26,7 +26,7 @@ from aiocb.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["GgufSource", "cache_dir", "find_package", "load_gguf"]
+__all__ = ["WEIGHTS", "GgufSource", "cache_dir", "find_package", "folder_of", "load_gguf"]
 
 FORMAT = 2
 WEIGHTS = "weights.safetensors"
@@ -108,13 +108,21 @@ def cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("aiocb", appauthor=False))
 
 
-def load_gguf(source: GgufSource, dtype: torch.dtype, progress: Progress) -> tuple[PreTrainedModel, Any]:
-    """Load a GGUF model, converting it on the first use. Returns model (on the CPU) and tokenizer (or None).
+def folder_of(source: GgufSource, dtype: torch.dtype) -> Path:
+    """Where the converted weights of a file are, or will be.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return cache_dir() / "gguf" / _key(source.parts, source.label, dtype)
+
+
+def load_gguf(source: GgufSource, folder: Path, dtype: torch.dtype, progress: Progress) -> tuple[PreTrainedModel, Any]:
+    """Load a GGUF model from its folder, converting it on the first use: model (on the CPU) and tokenizer (or None).
 
     Raises:
         ConfigError: the file is missing, broken, or of a kind that transformers cannot convert.
     """
-    folder = cache_dir() / "gguf" / _key(source.parts, source.label, dtype)
     if not (folder / WEIGHTS).is_file():
         _convert(source, dtype, folder, progress)
     progress("load", 0.0)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["ALIASES", "LoadedModel", "load"]
+    from aiocb.model.gguf import GgufSource
+
+__all__ = ["ALIASES", "FoundGguf", "LoadedModel", "Progress", "find_gguf", "load", "quiet"]
 
 ALIASES = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -40,12 +42,35 @@ class LoadedModel(NamedTuple):
         tokenizer: None when there is none.
         name: as it was asked for.
         choices: what was decided on the way, with reasons.
+        folder: the converted weights of a GGUF file; None for any other model.
     """
 
     model: PreTrainedModel
     tokenizer: Any
     name: str
     choices: tuple[Choice, ...]
+    folder: Path | None
+
+
+class FoundGguf(NamedTuple):
+    """A GGUF file that a name stands for.
+
+    Attributes:
+        source: the file.
+        folder: where its converted weights are, or will be.
+        dtype: of the converted weights.
+        choices: the lines on weights, dtype and device.
+    """
+
+    source: GgufSource
+    folder: Path
+    dtype: torch.dtype
+    choices: tuple[Choice, ...]
+
+    @property
+    def weights(self) -> Path:
+        """The file of the converted weights."""
+        return self.folder / "weights.safetensors"
 
 
 def load(
@@ -70,8 +95,7 @@ def load(
     """
     report: Progress = progress if progress is not None else _ignore
     report("import", 0.0)
-    with _quiet():
-        import torch
+    with quiet():
         import transformers  # noqa: F401
 
         from aiocb.model import gguf
@@ -80,31 +104,66 @@ def load(
         name = str(name_or_path)
         chosen_dtype = _parse_dtype(dtype)
         chosen_device, device_choice = _choose_device(device, kwargs)
-        source = gguf.find_package(name)
-        if source is None and name.endswith(".gguf"):
-            if not Path(name).is_file():
-                raise ConfigError(f"{name} does not exist")
-            source = gguf.GgufSource.from_file(Path(name))
-        if source is not None:
-            target = torch.bfloat16 if chosen_dtype is None else chosen_dtype
-            model, tokenizer = gguf.load_gguf(source, target, report)
-            origin = f"GGUF file of the installed package {_PACKAGES[name]}" if name in _PACKAGES else "a GGUF file"
-            choice = Choice("weights", source.label, f"{origin}, dequantised once")
+        found = _find_gguf(name, chosen_dtype, device_choice)
+        if found is not None:
+            model, tokenizer = gguf.load_gguf(found.source, found.folder, found.dtype, report)
         else:
             report("load", 0.0)
             repository = ALIASES.get(name, name)
             model, tokenizer = _from_pretrained(name, repository, chosen_dtype, kwargs)
             report("load", 1.0)
-            choice = Choice("weights", repository, "loaded by transformers")
         if chosen_device is not None:
             model.to(chosen_device)  # type: ignore[arg-type]
         model.train(False)
-    dtype_choice = Choice(
-        "dtype",
-        str(model.dtype).removeprefix("torch."),
-        "asked for" if chosen_dtype is not None else ("dequantised" if source is not None else "as stored"),
+    if found is not None:
+        return LoadedModel(model, tokenizer, name, found.choices, found.folder)
+    choices = (
+        Choice("weights", repository, "loaded by transformers"),
+        Choice("dtype", _name_of(model.dtype), "asked for" if chosen_dtype is not None else "as stored"),
+        device_choice,
     )
-    return LoadedModel(model, tokenizer, name, (choice, dtype_choice, device_choice))
+    return LoadedModel(model, tokenizer, name, choices, None)
+
+
+def find_gguf(
+    name_or_path: str, dtype: str | torch.dtype | None, device: str | torch.device | None
+) -> FoundGguf | None:
+    """Find the GGUF file that a name stands for; None when it stands for something else, or not for the CPU.
+
+    Raises:
+        ConfigError: the file does not exist, or dtype or device are none.
+    """
+    chosen_dtype = _parse_dtype(dtype)
+    chosen_device, device_choice = _choose_device(device, {})
+    if chosen_device is None or chosen_device.type != "cpu":
+        return None
+    return _find_gguf(str(name_or_path), chosen_dtype, device_choice)
+
+
+def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> FoundGguf | None:
+    import torch
+
+    from aiocb.model import gguf
+
+    source = gguf.find_package(name)
+    if source is None:
+        if not name.endswith(".gguf"):
+            return None
+        if not Path(name).is_file():
+            raise ConfigError(f"{name} does not exist")
+        source = gguf.GgufSource.from_file(Path(name))
+    target = torch.bfloat16 if dtype is None else dtype
+    origin = f"GGUF file of the installed package {_PACKAGES[name]}" if name in _PACKAGES else "a GGUF file"
+    choices = (
+        Choice("weights", source.label, f"{origin}, dequantised once"),
+        Choice("dtype", _name_of(target), "dequantised" if dtype is None else "asked for"),
+        device_choice,
+    )
+    return FoundGguf(source, gguf.folder_of(source, target), target, choices)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _ignore(stage: str, fraction: float) -> None:
@@ -169,7 +228,7 @@ def _from_pretrained(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No garbage collection and no progress bars of transformers inside; both as before on the way out."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiocb.attention.base import AttentionBackend, LayerSpec
     from aiocb.model.kv import CacheSize
 
-__all__ = ["NativeRunner", "create_native_runner", "try_build"]
+__all__ = ["NativeRunner", "build_described", "create_native_runner", "try_build"]
 
 PAGE_SIZE = 16
 _PROBE_TOKENS = 40
@@ -88,6 +88,11 @@ class NativeRunner:
     def describe(self) -> dict[str, str]:
         """What was chosen and why."""
         return dict(self._notes)
+
+    @property
+    def parity(self) -> str:
+        """What the comparison with the module's own forward gave."""
+        return self._notes.get("parity", "")
 
     @property
     def has_module(self) -> bool:
@@ -234,14 +239,45 @@ def try_build(
     Raises:
         ConfigError: not even one short request would fit into the cache that is configured.
     """
-    if config.page_size not in (None, PAGE_SIZE):
-        return None, f"native kernels work on pages of {PAGE_SIZE} tokens, not {config.page_size}"
     description = describe(model)
     if isinstance(description, str):
         return None, description
     library = load()
     if isinstance(library, KernelUnavailable):
         return None, library.reason
+    return build_described(
+        description,
+        config,
+        sampler,
+        library,
+        max_model_len=max_model_len,
+        model=model,
+        owns_model=owns_model,
+        quantization=quantization,
+    )
+
+
+def build_described(
+    description: ModelDescription,
+    config: EngineConfig,
+    sampler: Sampler | None,
+    library: Library,
+    *,
+    max_model_len: int,
+    model: Any = None,
+    owns_model: bool = True,
+    quantization: str | None = None,
+    parity: str = "",
+) -> tuple[NativeRunner | None, str]:
+    """Build the native runner of a described model, as `try_build`.
+
+    Without a model, nothing is compared: `parity` says what the comparison gave when there was one.
+
+    Raises:
+        ConfigError: not even one short request would fit into the cache that is configured.
+    """
+    if config.page_size not in (None, PAGE_SIZE):
+        return None, f"native kernels work on pages of {PAGE_SIZE} tokens, not {config.page_size}"
     size = _cache_size(description, config, max_model_len)
     runner = create_native_runner(
         model,
@@ -249,9 +285,11 @@ def try_build(
         num_blocks=size.num_blocks,
         num_threads=config.num_threads,
         own_model=owns_model,
+        probe=model is not None,
         library=library,
         quantization=quantization,
         description=description,
+        parity=parity,
     )
     if isinstance(runner, str):
         return None, runner
@@ -261,7 +299,7 @@ def try_build(
 
 
 def create_native_runner(
-    model: nn.Module,
+    model: nn.Module | None,
     *,
     sampler: Sampler | None,
     num_blocks: int | Sequence[int] | None = None,
@@ -274,6 +312,7 @@ def create_native_runner(
     library: Library | None = None,
     quantization: str | None = None,
     description: ModelDescription | None = None,
+    parity: str = "",
 ) -> NativeRunner | str:
     """Build the native runner of a causal LM; return the reason when the generic path has to be taken.
 
@@ -292,11 +331,16 @@ def create_native_runner(
         library: an already loaded library.
         quantization: "int8" or None.
         description: of the model, when it has been made already.
+        parity: what an earlier comparison gave, where none is made.
+
+    Either a model or its description has to be given.
     """
-    described = description or describe(model)
-    if isinstance(described, str):
-        return described
-    description = described
+    if description is None:
+        assert model is not None
+        described = describe(model)
+        if isinstance(described, str):
+            return described
+        description = described
     loaded = library or load()
     if isinstance(loaded, KernelUnavailable):
         return loaded.reason
@@ -324,7 +368,9 @@ def create_native_runner(
             runner.close()
             return f"the native step differs from the module's forward (relative error {distance:.2g} > {tolerance:g})"
         notes["parity"] = f"relative error {distance:.1e} against the module's own forward on {_PROBE_TOKENS} tokens"
-    if own_model:
+    elif parity:
+        notes["parity"] = f"{parity}, when this model was started first"
+    if own_model and model is not None:
         _free(model)
     return runner
 
