@@ -1,4 +1,4 @@
-"""`aiocb bench overhead | kernels | offline | serve`: a readable table, JSON on request, a plot for `serve`."""
+"""`aiocb bench overhead | kernels | offline | serve | invariance`: tables, JSON on request, a plot for `serve`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,34 @@ def serve(
     _report("serve", rows, json_file)
     if plot is not None:
         draw(rows, plot)
+
+
+@app.command()
+def invariance(
+    model: Model = "smollm2",
+    requests: Requests = 64,
+    prompt_len: Annotated[tuple[int, int], typer.Option(help="Shortest and longest prompt.")] = (16, 512),
+    new_len: Annotated[tuple[int, int], typer.Option(help="Fewest and most new tokens.")] = (16, 128),
+    dtype: Dtype = "auto",
+    int8: Int8 = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Whether outputs are the same, bit by bit, alone and in any batch; exit status 1 when not."""
+    from aiocb.bench.invariance import run
+
+    rows = asyncio.run(
+        run(
+            model,
+            num_requests=requests,
+            prompt_len=prompt_len,
+            new_len=new_len,
+            dtype=dtype,
+            quantization="int8" if int8 else None,
+        )
+    )
+    _report("invariance", rows, json_file)
+    if any(row["identical"] != row["requests"] for row in rows):
+        raise typer.Exit(1)
 
 
 async def _load(

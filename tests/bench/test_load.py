@@ -79,3 +79,17 @@ def test_offline_command_writes_json(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     record = json.loads(target.read_text())
     assert record["rows"][0]["output_tokens"] >= 6
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("options", [[], ["--int8"]], ids=["bf16", "int8"])
+def test_invariance_of_a_real_model(options: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    lengths = ["--requests", "6", "--prompt-len", "16", "96", "--new-len", "6", "24"]
+    result = CliRunner().invoke(app, ["invariance", "smollm2", *lengths, "--json", str(file), *options])
+    assert result.exit_code == 0, result.output
+    rows = {row["run"]: row for row in json.loads(file.read_text())["rows"]}
+    assert all(row["identical"] == 6 for row in rows.values()), rows
+    assert rows["prefix hits"]["cached_prompt_tokens"] > 0
+    assert rows["preempted"]["preemptions"] > 0
+    assert rows["batched, budget 48"]["steps"] != rows["batched, budget 512"]["steps"]
