@@ -62,7 +62,7 @@ class EngineConfig:
         debug_checks: check all invariants of scheduler and cache after every step.
         drop_unsupported_processors: accepted for compatibility; nothing is dropped here.
         attention: backend name; None is chosen at start.
-        num_threads: threads of the native CPU kernels; None is one per core.
+        num_threads: threads of a step on the CPU; None is one per core (native), or what torch has (plain torch).
         native: use the native CPU kernels: None when they can be built or loaded, False never.
         freeze_gc: move all objects out of the garbage collector's sight after start (shorter pauses).
         hang_timeout: seconds without a finished step until `health()` calls a running engine hung.

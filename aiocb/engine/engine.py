@@ -24,6 +24,7 @@ from aiocb.engine.admission import Prompt, StreamSpec
 from aiocb.engine.batch import CompletionIterator, run_batch
 from aiocb.engine.bridge import Signal
 from aiocb.engine.core import EngineCore
+from aiocb.engine.holders import Holders
 from aiocb.engine.session import Session
 from aiocb.engine.source import LoadedSource, PretrainedSource, Progress, RunnerSource, Source
 from aiocb.engine.stats import EngineState, Health, Stats
@@ -71,7 +72,7 @@ class Engine:
         self._config = config or EngineConfig()
         self._drain = drain
         self._lock = threading.Lock()  # guards entering and leaving only; never held across an await
-        self._num_entered = 0
+        self._holders = Holders()
         self._session: Session | None = None
         self._finalizer: weakref.finalize[[weakref.ref[Worker]], Engine] | None = None
         self._labels = itertools.count(1)
@@ -149,13 +150,16 @@ class Engine:
         with self._lock:
             session = self._session
             if session is None or session.is_over:
-                session = self._session = Session(self._source, self._config)
+                previous, session = session, Session(self._source, self._config)
+                self._session = session
+                if previous is not None:
+                    self._holders.hand_over(previous, session)
                 session.start()
                 if self._finalizer is not None:
                     self._finalizer.detach()  # or every session of this engine would be kept by its own
                 # Weak on both sides: the worker's error may have this engine in its traceback.
                 self._finalizer = weakref.finalize(self, _stop, weakref.ref(session.worker))
-            self._num_entered += 1
+            self._holders.enter(session)
         try:
             await session.built.wait()
             error = session.worker.error
@@ -165,7 +169,11 @@ class Engine:
             if session.is_over and session.worker.error is None:
                 raise EngineClosed("the engine was closed while it was starting")
         except BaseException:
-            self._leave(session)
+            with self._lock:
+                if self._holders.leave() is session:
+                    session.worker.stop()
+                    if self._session is session:
+                        self._session = None
             raise
         self._log(session)
         return self
@@ -173,21 +181,10 @@ class Engine:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        session = self._session
-        if session is not None and self._leave(session, stop=False):
-            await session.shutdown(self._drain if exc_type is None else 0.0)
-
-    def _leave(self, session: Session, *, stop: bool = True) -> bool:
-        """Count one exit; True when it was the last one."""
         with self._lock:
-            if self._session is not session or self._num_entered == 0:
-                return False
-            self._num_entered -= 1
-            is_last = self._num_entered == 0
-            if is_last and stop:
-                session.worker.stop()
-                self._session = None
-        return is_last
+            session = self._holders.leave()
+        if session is not None:
+            await session.shutdown(self._drain if exc_type is None else 0.0)
 
     async def aclose(self, drain: float | None = 0.0) -> None:
         """Close, whoever has entered: refuse new requests, finish open ones for `drain` seconds, end the rest.
@@ -196,7 +193,8 @@ class Engine:
         """
         with self._lock:
             session = self._session
-            self._num_entered = 0
+            if session is not None:
+                self._holders.forget(session)
         if session is not None:
             await session.shutdown(drain)
 

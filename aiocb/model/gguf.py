@@ -168,7 +168,7 @@ def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Pro
     except OSError as error:
         raise ConfigError(f"cannot write to {folder.parent}: {error}; set AIOCB_CACHE to a folder") from error
     try:
-        with source.open_file(scratch) as path:
+        with source.open_file(scratch) as path, _no_bar():
             options = {"gguf_file": path.name}
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
             progress("convert", 0.3)
@@ -206,6 +206,22 @@ def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Pro
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     progress("convert", 1.0)
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without the progress bar that transformers draws whatever its settings say: `progress` reports instead."""
+    from transformers import modeling_gguf_pytorch_utils as module
+
+    drawing: Any = module
+    original = getattr(drawing, "tqdm", None)
+    if original is not None:
+        drawing.tqdm = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        if original is not None:
+            drawing.tqdm = original
 
 
 def _load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:

@@ -58,6 +58,7 @@ class TorchRunner:
         check_parity: bool = True,
     ) -> None:
         self._adapter = ModelAdapter(model)
+        self._num_threads = config.num_threads
         self._sampler = sampler
         bound = self._adapter.length_bound
         self._max_model_len = max_model_len if bound is None else min(max_model_len, bound)
@@ -118,13 +119,16 @@ class TorchRunner:
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """Hold torch to one thread beside native threads: they would wait for torch's to stop spinning."""
+        """Hold torch to its share of threads: as configured; one beside native threads, which would wait for it."""
         before = torch.get_num_threads()
         linears = self._adapter.linears
-        if before == 1 or linears is None or not linears.has_own_threads:
+        wanted = self._num_threads or before
+        if linears is not None and linears.has_own_threads:
+            wanted = 1
+        if wanted == before:
             yield
             return
-        torch.set_num_threads(1)
+        torch.set_num_threads(wanted)
         try:
             yield
         finally:

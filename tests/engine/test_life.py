@@ -481,3 +481,50 @@ async def test_the_runner_is_given_back_once_per_life() -> None:
         async with engine:
             await engine.generate([1], max_new_tokens=2)
         assert num_closed == count
+
+
+async def test_an_exit_after_aclose_leaves_the_next_session_alone() -> None:
+    engine = fake_engine(runner=FakeRunner(), tokenizer=False)
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        async with engine:
+            entered.set()
+            await leave.wait()
+
+    holder = asyncio.create_task(hold())
+    await entered.wait()
+    await engine.aclose()
+    async with engine:
+        leave.set()
+        await holder
+        assert state_of(engine) == "running"
+        assert len((await engine.generate([1], max_new_tokens=3)).token_ids) == 3
+    assert state_of(engine) == "closed"
+
+
+async def test_nested_entries_of_one_task_around_aclose() -> None:
+    engine = fake_engine(runner=FakeRunner(), tokenizer=False)
+    async with engine:
+        await engine.aclose()
+        async with engine:
+            pass
+        assert state_of(engine) == "closed"
+        async with engine:
+            assert state_of(engine) == "running"
+    assert state_of(engine) == "closed"
+
+
+async def test_entered_in_one_task_and_left_in_another() -> None:
+    engine = fake_engine(runner=FakeRunner(), tokenizer=False)
+    for _ in range(2):
+        await asyncio.create_task(engine.__aenter__())
+        assert state_of(engine) == "running"
+        await asyncio.create_task(engine.__aexit__(None, None, None))
+        assert state_of(engine) == "closed"
+    # Closed without an exit: the next session's only exit closes it all the same.
+    await asyncio.create_task(engine.__aenter__())
+    await engine.aclose()
+    async with engine:
+        pass
+    assert state_of(engine) == "closed"

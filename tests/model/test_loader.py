@@ -112,6 +112,10 @@ class TestGguf:
         assert second.tokenizer.decode(second.tokenizer("af").input_ids) == "af"
         assert not second.model.training and not any(p.requires_grad for p in second.model.parameters())
 
+    def test_a_conversion_draws_nothing(self, gguf_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        load(str(gguf_file), device="cpu")
+        assert capfd.readouterr() == ("", "")
+
     def test_each_dtype_is_kept_apart(self, gguf_file: Path) -> None:
         assert load(str(gguf_file), dtype="float32", device="cpu").model.dtype == torch.float32
         assert load(str(gguf_file), dtype=torch.bfloat16, device="cpu").model.dtype == torch.bfloat16

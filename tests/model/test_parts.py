@@ -20,7 +20,7 @@ from aiocb.model.handlers import NotPlainError
 from aiocb.model.kv import choose_cache_size
 from aiocb.model.masks import MaskKind, kind_of
 from aiocb.sampling_params import ModelDefaults, SamplingParams
-from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan
+from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult
 
 from .helpers import GREEDY, VOCAB, ManualScheduler, argmax_sampler, generate, prompt, tiny
 
@@ -140,6 +140,21 @@ class TestCacheSize:
 
 
 class TestBuild:
+    def test_a_step_has_the_threads_that_were_configured(self) -> None:
+        seen = []
+
+        def sampler(logits: torch.Tensor, plan: StepPlan) -> StepResult:
+            seen.append(torch.get_num_threads())
+            return argmax_sampler(logits, plan)
+
+        before = torch.get_num_threads()
+        runner, _ = build_runner(tiny("llama"), EngineConfig(native=False, num_blocks=64, num_threads=before + 1),
+                                 sampler=sampler)  # fmt: skip
+        scheduler = ManualScheduler(runner)
+        scheduler.add(prompt(9), 2)
+        scheduler.run()
+        assert seen and set(seen) == {before + 1} and torch.get_num_threads() == before
+
     def test_torch_runner_with_the_real_sampler(self) -> None:
         model = tiny("qwen2")
         runner, choices = build_runner(model, EngineConfig(native=False, num_blocks=64))
