@@ -118,7 +118,11 @@ struct F16 {
   AIOCB_UNROLL for (int i = 0; i < kParts; ++i) out.v[i] = (expr); \
   return out
 
-AIOCB_INLINE VF splat(float x) { return VF{} + x; }
+#if defined(__AVX2__)
+AIOCB_INLINE VF splat(float x) { return (VF)_mm256_set1_ps(x); }
+#else
+AIOCB_INLINE VF splat(float x) { return VF{x, x, x, x}; }
+#endif
 AIOCB_INLINE F16 zero() { AIOCB_PARTS(VF{}); }
 AIOCB_INLINE F16 set1(float x) { AIOCB_PARTS(splat(x)); }
 AIOCB_INLINE F16 load(const float* p) { AIOCB_PARTS(*reinterpret_cast<const VFU*>(p + i * kLanes)); }
@@ -170,6 +174,29 @@ AIOCB_INLINE F16 round_to_int(F16 a) { AIOCB_PARTS((a.v[i] + kRoundMagic) - kRou
 AIOCB_INLINE F16 times_power_of_two(F16 a, F16 n) {
   AIOCB_PARTS(a.v[i] * (VF)(((VI)(n.v[i] + (kRoundMagic + 127.0f))) << 23));
 }
+#if defined(__AVX2__)
+AIOCB_INLINE F16 load(const uint16_t* p) {
+  F16 out;
+  AIOCB_UNROLL for (int i = 0; i < 2; ++i) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * 8));
+    out.v[i] = (VF)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
+  }
+  return out;
+}
+AIOCB_INLINE void store(uint16_t* p, F16 a) {
+  __m256i halves[2];
+  AIOCB_UNROLL for (int i = 0; i < 2; ++i) {
+    const __m256i bits = (__m256i)a.v[i];
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i is_nan = (__m256i)_mm256_cmp_ps((__m256)a.v[i], (__m256)a.v[i], _CMP_UNORD_Q);
+    halves[i] = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+  }
+  const __m256i packed = _mm256_packus_epi32(halves[0], halves[1]);  // by 128-bit lanes
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+#else
 AIOCB_INLINE F16 load(const uint16_t* p) {
   float lanes[16];
   for (int i = 0; i < 16; ++i) lanes[i] = bf16_to_float(p[i]);
@@ -180,6 +207,7 @@ AIOCB_INLINE void store(uint16_t* p, F16 a) {
   store(lanes, a);
   for (int i = 0; i < 16; ++i) p[i] = float_to_bf16(lanes[i]);
 }
+#endif
 
 #endif
 
@@ -275,9 +303,29 @@ struct Bf16Format {
 #endif
   }
   static AIOCB_INLINE A broadcast_a(const char* p) {
-    uint16_t pair[2];
-    std::memcpy(pair, p, 4);
-    return {set1(bf16_to_float(pair[0])), set1(bf16_to_float(pair[1]))};
+#if defined(__AVX512F__)
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    const __m512i raw = _mm512_set1_epi32(pair);
+    return {{_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16))},
+            {_mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(int(0xffff0000))))}};
+#else
+    // One load that spreads the pair, then a shift and a mask. The compiler would shift first, in scalar registers, and
+    // spread twice, which costs more than the products: hide from it where the lanes come from.
+#if defined(__AVX2__)
+    __m256i spread = _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
+    asm("" : "+x"(spread));
+    const VI raw = (VI)spread;
+#else
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    const VI raw = VI{} + pair;
+#endif
+    const VF even = (VF)(raw << 16), odd = (VF)(raw & int32_t(0xffff0000));
+    A out;
+    AIOCB_UNROLL for (int i = 0; i < kParts; ++i) out.even.v[i] = even, out.odd.v[i] = odd;
+    return out;
+#endif
   }
   static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a.odd, b.odd, fma(a.even, b.even, acc)); }
 #endif
@@ -287,7 +335,7 @@ struct Bf16Format {
 constexpr int kMaxRows = 6;     // 6 rows x 4 vectors + 4 weights + 1 broadcast: 29 of 32 registers
 constexpr int kVectors = 4;
 #elif defined(__AVX2__)
-constexpr int kMaxRows = 4;     // 4 rows x 2 ymm + 4 + 2: 14 of 16 registers
+constexpr int kMaxRows = 4;     // 4 rows x 2 ymm + 4 + 2 + a mask: 15 of 16 registers, a fifth row would spill
 constexpr int kVectors = 1;
 #elif defined(__aarch64__)
 constexpr int kMaxRows = 4;     // 4 rows x 4 quads + 8 + 2: 26 of 32 registers
