@@ -1,9 +1,9 @@
 // Packed linear: out[M, N] = a[M, K] . w[N, K]^T, for any M, with a fixed order of additions along K.
 //
 // A weight is cut into panels of 64 columns, each stored as [k step][64 columns][4 bytes]; a tile computes up to
-// kMaxRows rows of one panel with every accumulator in a register and hands the sums to an epilogue, which may add a
-// bias, a residual, an activation or keep the largest logit. The order of the additions along K does not depend on the
-// rows of the tile, so a row's result is bit-identical alone and in a batch.
+// max_rows<F>() rows of one panel with every accumulator in a register and hands the sums to an epilogue, which may add
+// a bias, a residual, an activation or keep the largest logit. The order of the additions along K does not depend on
+// the rows of the tile, so a row's result is bit-identical alone and in a batch.
 //
 // Adding a weight format takes one struct with the interface of Bf16Format in vec.h (load_b, broadcast_a, madd), or,
 // where sums are not floats, a `run_format` of its own as in gemm_int8.h; all epilogues stay as they are.
@@ -49,18 +49,19 @@ __attribute__((noinline)) void compute_tile(const char* a, int64_t a_stride, con
 template <class F>
 AIOCB_INLINE void compute_rows(int rows, const char* a, int64_t a_stride, const char* b, int steps, const char* ahead,
                                int lines, float* out) {
+#define AIOCB_CASE(n)                                                                              \
+  case n:                                                                                          \
+    if constexpr (n <= max_rows<F>()) compute_tile<F, n>(a, a_stride, b, steps, ahead, lines, out); \
+    return
   switch (rows) {
-    case 1: return compute_tile<F, 1>(a, a_stride, b, steps, ahead, lines, out);
-    case 2: return compute_tile<F, 2>(a, a_stride, b, steps, ahead, lines, out);
-#if defined(__AVX2__) || defined(__aarch64__)
-    case 3: return compute_tile<F, 3>(a, a_stride, b, steps, ahead, lines, out);
-    case 4: return compute_tile<F, 4>(a, a_stride, b, steps, ahead, lines, out);
-#endif
-#if defined(__AVX512F__)
-    case 5: return compute_tile<F, 5>(a, a_stride, b, steps, ahead, lines, out);
-    case 6: return compute_tile<F, 6>(a, a_stride, b, steps, ahead, lines, out);
-#endif
+    AIOCB_CASE(1);
+    AIOCB_CASE(2);
+    AIOCB_CASE(3);
+    AIOCB_CASE(4);
+    AIOCB_CASE(5);
+    AIOCB_CASE(6);
   }
+#undef AIOCB_CASE
 }
 
 // Rows [first, first + count) of block `index` when `rows` are cut into `blocks` of even size (33 = 7+7+7+6+6).
@@ -83,6 +84,7 @@ AIOCB_INLINE const char* first_panel(const Linear& linear, int thread, int num_t
 template <class F, class Epilogue>
 AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
                              int thread, int num_threads, Epilogue& epilogue) {
+  constexpr int kMaxRows = max_rows<F>();
   alignas(64) float sums[kMaxRows * kPanel];
   const int blocks = (rows + kMaxRows - 1) / kMaxRows;
   const int64_t total = int64_t(linear.panels) * blocks;

@@ -354,18 +354,19 @@ float read_memory(const char* data, int64_t bytes, int thread, int num_threads) 
 }
 
 // Multiply-adds of the largest tile on operands that stay in the nearest cache; returns how many were done.
+template <class F>
+int64_t multiply_add_of(int repeats) {
+  constexpr int kSteps = 64, kRows = max_rows<F>();
+  alignas(64) static thread_local char weights[kSteps * kPanel * 4], rows[kRows * (kSteps * 4 + 64)];
+  alignas(64) float sums[kRows * kPanel];
+  for (int i = 0; i < repeats; ++i)
+    compute_tile<F, kRows>(rows, kSteps * 4 + 64, weights, kSteps, weights, 0, sums);
+  return int64_t(repeats) * kRows * kPanel * kSteps * F::kStep;
+}
+
 int64_t multiply_add(int format, int repeats) {
-  constexpr int kSteps = 64;
-  alignas(64) static thread_local char weights[kSteps * kPanel * 4], rows[kMaxRows * (kSteps * 4 + 64)];
-  alignas(64) float sums[kMaxRows * kPanel];
   if (format == kInt8) return int8_multiply_add(repeats);
-  for (int i = 0; i < repeats; ++i) {
-    if (format == kF32)
-      compute_tile<F32Format, kMaxRows>(rows, kSteps * 4 + 64, weights, kSteps, weights, 0, sums);
-    else
-      compute_tile<Bf16Format, kMaxRows>(rows, kSteps * 4 + 64, weights, kSteps, weights, 0, sums);
-  }
-  return int64_t(repeats) * kMaxRows * kPanel * kSteps * (format == kF32 ? 1 : 2);
+  return format == kF32 ? multiply_add_of<F32Format>(repeats) : multiply_add_of<Bf16Format>(repeats);
 }
 
 }  // namespace

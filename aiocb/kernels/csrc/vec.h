@@ -331,19 +331,26 @@ struct Bf16Format {
 #endif
 };
 
+// Rows of a tile, by format: as many as the registers hold.
 #if defined(__AVX512F__)
-constexpr int kMaxRows = 6;     // 6 rows x 4 vectors + 4 weights + 1 broadcast: 29 of 32 registers
+constexpr int kRowsF32 = 6, kRowsBf16 = 6;     // 6 rows x 4 vectors + 4 weights + 1 broadcast: 29 of 32 registers
 constexpr int kVectors = 4;
 #elif defined(__AVX2__)
-constexpr int kMaxRows = 4;     // 4 rows x 2 ymm + 4 + 2 + a mask: 15 of 16 registers, a fifth row would spill
+constexpr int kRowsF32 = 6;      // 6 rows x 2 ymm + 2 + 1: 15 of 16 registers
+constexpr int kRowsBf16 = 4;     // 4 rows x 2 ymm + 4 + 2 + a mask: 15 of 16 registers, a fifth row would spill
 constexpr int kVectors = 1;
 #elif defined(__aarch64__)
-constexpr int kMaxRows = 4;     // 4 rows x 4 quads + 8 + 2: 26 of 32 registers
+constexpr int kRowsF32 = 4, kRowsBf16 = 4;     // 4 rows x 4 quads + 8 + 2: 26 of 32 registers
 constexpr int kVectors = 1;
 #else
-constexpr int kMaxRows = 2;
+constexpr int kRowsF32 = 2, kRowsBf16 = 2;
 constexpr int kVectors = 1;
 #endif
+
+template <class F>
+constexpr int max_rows() {
+  return sizeof(typename F::Element) == 4 ? kRowsF32 : kRowsBf16;
+}
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb
