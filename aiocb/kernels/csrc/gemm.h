@@ -42,8 +42,10 @@ AIOCB_INLINE void compute_part(const char* a, int64_t a_stride, const char* b, i
 template <class F, int R>
 __attribute__((noinline)) void compute_tile(const char* a, int64_t a_stride, const char* b, int steps,
                                             const char* ahead, int lines, float* out) {
-  for (int part = 0; part < kPanel / 16; part += kVectors)
-    compute_part<F, R, kVectors>(a, a_stride, b + part * 64, steps, ahead, part ? 0 : lines, out + part * 16);
+  // One row alone would wait for its own sums: twice the columns keep the multipliers busy.
+  constexpr int kWidth = R == 1 && kVectors == 1 ? 2 : kVectors;
+  for (int part = 0; part < kPanel / 16; part += kWidth)
+    compute_part<F, R, kWidth>(a, a_stride, b + part * 64, steps, ahead, part ? 0 : lines, out + part * 16);
 }
 
 template <class F>
