@@ -139,6 +139,7 @@ class LoopBridge:
         """Count lanes as open and make sure that their deliveries are read."""
         self._open.update(lanes)
         self.num_submitted += len(lanes)
+        self._is_called = False  # an interrupted loop may have lost the call; one too many is harmless
         if self._dispatcher is None:
             self._channel = anyio.create_memory_object_stream[list[Delivery]](math.inf)
             self._dispatcher = self.loop.create_task(
@@ -215,12 +216,16 @@ class LoopBridge:
         self.num_wakeups += 1
         self._is_called = False  # before looking: what is posted from here on makes a call of its own
         posted = self._posted
-        while posted:
-            batch = posted.popleft()
-            if self._channel is not None:
-                self._channel[0].send_nowait(batch)
-            else:
-                self._deliver(batch)
+        try:
+            while posted:
+                batch = posted.popleft()
+                if self._channel is not None:
+                    self._channel[0].send_nowait(batch)
+                else:
+                    self._deliver(batch)
+        finally:
+            if posted:  # interrupted
+                self.loop.call_soon(self._arrived, context=self._context)
 
     def _deliver(self, batch: list[Delivery]) -> None:
         for lane, token_ids, text, logprobs, end in batch:

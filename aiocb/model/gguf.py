@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -208,20 +209,24 @@ def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Pro
     progress("convert", 1.0)
 
 
+_no_bar_lock = threading.Lock()  # held while a file is converted: two at once would take as long
+
+
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
     """Without the progress bar that transformers draws whatever its settings say: `progress` reports instead."""
     from transformers import modeling_gguf_pytorch_utils as module
 
     drawing: Any = module
-    original = getattr(drawing, "tqdm", None)
-    if original is not None:
-        drawing.tqdm = lambda tensors, **_: tensors
-    try:
-        yield
-    finally:
+    with _no_bar_lock:
+        original = getattr(drawing, "tqdm", None)
         if original is not None:
-            drawing.tqdm = original
+            drawing.tqdm = lambda tensors, **_: tensors
+        try:
+            yield
+        finally:
+            if original is not None:
+                drawing.tqdm = original
 
 
 def _load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:

@@ -70,7 +70,9 @@ class FoundGguf(NamedTuple):
     @property
     def weights(self) -> Path:
         """The file of the converted weights."""
-        return self.folder / "weights.safetensors"
+        from aiocb.model.gguf import WEIGHTS
+
+        return self.folder / WEIGHTS
 
 
 def load(

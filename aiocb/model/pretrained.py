@@ -7,6 +7,7 @@ name ─► GGUF folder? ─► snapshot? ──► native runner               
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +20,8 @@ from aiocb.sampling_params import ModelDefaults
 if TYPE_CHECKING:
     from aiocb.model.snapshot import Encoded
     from aiocb.step import Runner
+
+logger = logging.getLogger("aiocb.model")
 
 __all__ = ["Pretrained", "choose_length", "open_pretrained"]
 
@@ -108,7 +111,7 @@ def _from_snapshot(
     with loader.quiet():
         from aiocb.kernels import KernelUnavailable
         from aiocb.kernels import load as load_kernels
-        from aiocb.model import gguf, native, snapshot
+        from aiocb.model import native, snapshot
 
         report("import", 1.0)
         found = loader.find_gguf(name, dtype, device)
@@ -118,7 +121,7 @@ def _from_snapshot(
         if isinstance(library, KernelUnavailable):
             return None
         report("load", 0.0)
-        stored = snapshot.load(snapshot.snapshot_path(found.folder, library, quantization), found.folder / gguf.WEIGHTS)
+        stored = snapshot.load(snapshot.snapshot_path(found.folder, library, quantization), found.weights)
         if stored is None:
             return None
         report("load", 1.0)
@@ -143,17 +146,25 @@ def _encoded(loaded: loader.LoadedModel) -> Encoded | None:
     """What the native runner would read out of the module, written down before the module is freed."""
     if loaded.folder is None:
         return None
+    try:
+        return _encode(loaded.model, loaded.folder)
+    except Exception:
+        logger.debug("no snapshot of %s can be made", loaded.name, exc_info=True)
+        return None
+
+
+def _encode(model: Any, folder: Path) -> Encoded | None:
     from safetensors import safe_open
 
     from aiocb.model import gguf, snapshot
     from aiocb.model.families import describe
 
-    description = describe(loaded.model)
+    description = describe(model)
     if isinstance(description, str):
         return None
-    with safe_open(loaded.folder / gguf.WEIGHTS, framework="pt") as file:
+    with safe_open(folder / gguf.WEIGHTS, framework="pt") as file:
         stored = set(file.keys())
-    weights = {name: tensor for name, tensor in loaded.model.state_dict().items() if name in stored}
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name in stored}
     return snapshot.encode(description, weights)
 
 
@@ -173,5 +184,9 @@ def _save(
     library = load_kernels()
     if not isinstance(library, KernelUnavailable):
         parity: str = getattr(runner, "parity", "")
-        path = snapshot.snapshot_path(folder, library, quantization)
-        snapshot.save(path, encoded, defaults, reason, tokenizer, parity)
+        try:
+            path = snapshot.snapshot_path(folder, library, quantization)
+            snapshot.save(path, encoded, defaults, reason, tokenizer, parity)
+        except Exception:
+            # A start that has succeeded does not fail for it: the next one only takes longer.
+            logger.debug("no snapshot could be written to %s", folder, exc_info=True)

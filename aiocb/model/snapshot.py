@@ -16,7 +16,8 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-import os
+import logging
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Encoded", "Snapshot", "encode", "load", "save", "snapshot_path"]
 
-_SOURCES = ("families.py", "gguf.py", "native.py", "native_weights.py", "native_int8.py", "snapshot.py")
+logger = logging.getLogger("aiocb.model")
+
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = ("model/*.py", "kernels/library.py", "sampling_params.py")
 
 
 class Snapshot(NamedTuple):
@@ -73,8 +77,9 @@ def snapshot_path(folder: Path, library: Library, quantization: str | None) -> P
 @functools.cache
 def _own_sources() -> str:
     digest = hashlib.blake2b(digest_size=10)
-    for name in _SOURCES:
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for pattern in _SOURCES:
+        for source in sorted(_PACKAGE.glob(pattern)):
+            digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
@@ -98,7 +103,7 @@ def encode(description: ModelDescription, weights: Mapping[str, Tensor]) -> Enco
             if value.dim() > 1:
                 raise LookupError("a matrix that is no tensor of the weights file")
             key = str(len(vectors))
-            vectors[key] = value.detach().contiguous()
+            vectors[key] = value.detach().clone()  # a file of tensors takes none that share memory
             return {"vector": key}
         if hasattr(value, "_asdict"):
             return {type(value).__name__: encoded(value._asdict())}
@@ -138,8 +143,11 @@ def _decoded(value: Any, weights: Mapping[str, Tensor], vectors: Mapping[str, Te
 def save(
     path: Path, encoded: Encoded, defaults: ModelDefaults, length_reason: str, tokenizer: Any, parity: str
 ) -> None:
-    """Write a snapshot; a disk that is full or read-only is no error, the next start only takes longer."""
-    from safetensors import SafetensorError
+    """Write a snapshot.
+
+    Raises:
+        Exception: the disk is full or read-only, or a value cannot be written.
+    """
     from safetensors.torch import save_file
 
     kind = type(tokenizer)
@@ -155,20 +163,18 @@ def save(
         "tokenizer": None if tokenizer is None else [kind.__module__, kind.__qualname__],
         "parity": parity,
     }
-    scratch = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        text = json.dumps(values)
-        save_file(encoded.vectors, scratch)
-        scratch.replace(path.with_suffix(".safetensors"))
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(path.with_suffix(".json"))  # last: a snapshot is there when this file is
-    except (OSError, SafetensorError, TypeError):  # TypeError: a generation value that JSON does not know
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
+    text = json.dumps(values)
+    with tempfile.TemporaryDirectory(prefix=".native-", dir=path.parent) as folder:
+        scratch = Path(folder)
+        save_file(encoded.vectors, scratch / "vectors")
+        (scratch / "values").write_text(text, encoding="utf-8")
+        (scratch / "vectors").replace(path.with_suffix(".safetensors"))
+        (scratch / "values").replace(path.with_suffix(".json"))  # last: a snapshot is there when this file is
 
 
 def load(path: Path, weights_file: Path) -> Snapshot | None:
     """Read a snapshot; None when there is none, or none that can be used."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
@@ -185,8 +191,11 @@ def load(path: Path, weights_file: Path) -> Snapshot | None:
         return Snapshot(description, ModelDefaults(**defaults), values["length_reason"], tokenizer, values["parity"])
     except FileNotFoundError:
         return None
-    except Exception:
+    except (ValueError, LookupError, TypeError, SafetensorError):
         # Damaged: the whole start makes it anew.
         with contextlib.suppress(OSError):
             path.with_suffix(".json").unlink(missing_ok=True)
+        return None
+    except Exception:
+        logger.debug("the snapshot %s cannot be used", path, exc_info=True)
         return None

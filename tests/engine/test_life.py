@@ -528,3 +528,22 @@ async def test_entered_in_one_task_and_left_in_another() -> None:
     async with engine:
         pass
     assert state_of(engine) == "closed"
+
+
+async def test_a_task_that_closed_without_leaving_may_still_end_another_entry() -> None:
+    engine = fake_engine(runner=FakeRunner(), tokenizer=False)
+    await engine.__aenter__()
+    await engine.aclose()  # this task will never exit
+    await asyncio.create_task(engine.__aenter__())
+    await engine.__aexit__(None, None, None)
+    assert state_of(engine) == "closed"
+
+
+async def test_a_late_exit_of_a_task_that_has_ended() -> None:
+    engine = fake_engine(runner=FakeRunner(), tokenizer=False)
+    await asyncio.create_task(engine.__aenter__())
+    await engine.aclose()
+    async with engine:
+        await asyncio.create_task(engine.__aexit__(None, None, None))  # of the first entry
+        assert state_of(engine) == "running"
+    assert state_of(engine) == "closed"

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import aiocb
+from aiocb.engine.bridge import LoopBridge
 from aiocb.sampling_params import ModelDefaults
 from aiocb.testing import FakeRunner, assert_quiescent, fake_engine
 from aiocb.testing.quiescent import worker_threads
@@ -444,3 +445,30 @@ async def test_waiting_readers_use_no_cpu() -> None:
         await asyncio.gather(*tasks)
         for stream in streams:
             stream.close()
+
+
+def test_a_loop_that_was_interrupted_goes_on(loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a delivery, as in a notebook: the next stream of that loop is served."""
+    engine = made()
+    arrived = LoopBridge._arrived
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(self: LoopBridge) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        arrived(self)
+
+    monkeypatch.setattr(LoopBridge, "_arrived", interrupted)
+    loop = asyncio.new_event_loop() if loop_factory is None else loop_factory()
+    try:
+        loop.run_until_complete(engine.__aenter__())
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(engine.generate([1], max_new_tokens=3))
+        completion = loop.run_until_complete(asyncio.wait_for(engine.generate([2], max_new_tokens=3), 20))
+        assert len(completion.token_ids) == 3
+        loop.run_until_complete(engine.aclose())
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+    finally:
+        loop.close()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import aiocb
 from aiocb import kernels
@@ -160,3 +163,44 @@ def test_a_matrix_of_no_file_is_not_written_down() -> None:
     description = describe(tiny("gpt_neox", dtype=torch.float32))  # its q, k and v are sorted into a new matrix
     assert not isinstance(description, str)
     assert snapshot.encode(description, {}) is None
+
+
+def test_writers_at_once_leave_a_whole_snapshot(gguf_file: Path, no_module: Any) -> None:
+    """Two engines of one process start the same file."""
+    first = tokens_of(gguf_file)
+    (path,) = (each.with_suffix("") for each in snapshots(gguf_file) if each.suffix == ".json")
+    stored = snapshot.load(path, path.parent / "weights.safetensors")
+    assert stored is not None
+    encoded = snapshot.encode(stored.description, load_file(path.parent / "weights.safetensors"))
+    assert encoded is None, "these are other mappings of the file"
+    vectors = {str(index): torch.full((4096,), float(index)) for index in range(8)}
+    one = snapshot.Encoded({"nothing": 1}, vectors)
+
+    def write() -> None:
+        for _ in range(20):
+            snapshot.save(path.with_name("native-other"), one, stored.defaults, "", None, "")
+
+    threads = [threading.Thread(target=write) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    other = path.with_name("native-other")
+    assert json.loads(other.with_suffix(".json").read_text())["description"] == {"nothing": 1}
+    assert set(load_file(other.with_suffix(".safetensors"))) == set(vectors)
+    assert not list(path.parent.glob(".native-*"))
+    no_module()
+    assert tokens_of(gguf_file) == first
+
+
+def test_a_snapshot_that_cannot_be_made_costs_nothing(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "encode", refuse)
+        first = tokens_of(gguf_file)
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "save", refuse)
+        assert tokens_of(gguf_file) == first
+    assert not snapshots(gguf_file)

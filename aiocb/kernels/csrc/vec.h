@@ -313,7 +313,9 @@ struct Bf16Format {
     // One load that spreads the pair, then a shift and a mask. The compiler would shift first, in scalar registers, and
     // spread twice, which costs more than the products: hide from it where the lanes come from.
 #if defined(__AVX2__)
-    __m256i spread = _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
+    int32_t pair;
+    std::memcpy(&pair, p, 4);
+    __m256i spread = _mm256_set1_epi32(pair);
     asm("" : "+x"(spread));
     const VI raw = (VI)spread;
 #else
