@@ -74,13 +74,22 @@ _NEEDS = {
 }
 
 
+_SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the level below it, see is_worth_it in api.cpp
+
+
 def _processor_features() -> set[str] | None:
-    """What /proc/cpuinfo says of this processor; None where there is none to ask."""
+    """What /proc/cpuinfo says of this processor, its vendor among it; None where there is none to ask."""
+    features: set[str] = set()
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            return next((set(line.split()) for line in lines if line.startswith("flags")), None)
+            for line in lines:
+                if line.startswith(("flags", "vendor_id")):
+                    features.update(line.split()[2:])
+                elif not line.strip():
+                    break  # the first processor only
     except OSError:
         return None
+    return features or None
 
 
 def _unneeded(units: tuple[_Unit, ...], accepts: Callable[[tuple[str, ...]], bool]) -> set[str]:
@@ -89,7 +98,14 @@ def _unneeded(units: tuple[_Unit, ...], accepts: Callable[[tuple[str, ...]], boo
     if features is None:
         return set()
     levels = [unit for unit in units if unit.name in _NEEDS]  # best first
-    best = next((unit.name for unit in levels if features >= _NEEDS[unit.name] and accepts(unit.flags)), None)
+    best = next(
+        (
+            unit.name
+            for unit in levels
+            if features >= _NEEDS[unit.name] and _SLOWER_ON.get(unit.name) not in features and accepts(unit.flags)
+        ),
+        None,
+    )
     return {unit.name for unit in levels if unit.name != best}
 
 

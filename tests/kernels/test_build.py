@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aiocb.kernels import KernelUnavailable, build, find_compiler, find_or_build, load
+from aiocb.kernels import KernelUnavailable, Library, build, find_compiler, find_or_build, load
 from aiocb.kernels.__main__ import main
 from aiocb.kernels.threads import default_num_threads
 
@@ -86,6 +86,8 @@ X86_UNITS = tuple(
         ({"avx2", "fma", "bmi2"}, {"avx512bf16", "avx512"}),
         (build._NEEDS["avx512"] | build._NEEDS["avx2"], {"avx512bf16", "avx2"}),
         (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"], {"avx512", "avx2"}),
+        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"] | {"AuthenticAMD"}, {"avx512", "avx2"}),
+        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"] | {"GenuineIntel"}, {"avx512bf16", "avx2"}),
     ],
 )
 def test_a_first_use_builds_the_best_level_and_the_portable_one(
@@ -98,6 +100,11 @@ def test_a_first_use_builds_the_best_level_and_the_portable_one(
 def test_a_level_that_the_compiler_does_not_know_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_processor_features", lambda: build._NEEDS["avx512bf16"] | build._NEEDS["avx2"])
     assert build._unneeded(X86_UNITS, lambda flags: flags != ("-mavx512bf16",)) == {"avx512bf16", "avx2"}
+
+
+def test_the_build_and_the_library_agree_on_the_best_level(library: Library) -> None:
+    unneeded = build._unneeded(X86_UNITS, lambda flags: True)
+    assert library.level() not in unneeded
 
 
 def test_a_complete_library_serves_everybody(toy: Path) -> None:

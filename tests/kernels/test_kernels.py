@@ -31,10 +31,10 @@ def test_linear(library: Library, level: str, dtype: str, columns: int, depth: i
         0, "out", _addresses(weight), depth, source_format=FORMATS[dtype], weight_format=FORMATS[dtype],
         bias=bias.numpy(),
     )  # fmt: skip
-    full = torch.randn(33, depth).to(DTYPES[dtype])
+    full = torch.randn(270, depth).to(DTYPES[dtype])
     reference: Any = full.double() @ weight.double().T + bias.double()
     by_rows = []
-    for rows in (1, 2, 5, 6, 7, 13, 33):
+    for rows in (1, 2, 5, 6, 7, 13, 33, 140, 270):  # the last two are more than are widened at a time
         out = torch.full((rows, columns), math.nan)
         code = library.calls.aiocb_linear(
             model.handle, 0, 1, full.data_ptr(), depth * full.element_size(), rows, out.data_ptr(), columns

@@ -136,6 +136,18 @@ bool has_vnni() {
 #endif
 }
 
+// Intel's processors multiply pairs of bf16 at half the rate of floats (measured on Sapphire Rapids: 89 and 176 GFLOP/s
+// a core), AMD's at twice.
+bool is_worth_it(const std::string& name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return name != "avx512bf16" || !__builtin_cpu_is("intel");
+#else
+  return true;
+#endif
+}
+
+// Without a name the best: levels are in order.
 const Level* find_level(const char* name) {
   const Level* const levels[] = {
 #if defined(AIOCB_HAS_AVX512BF16)
@@ -151,7 +163,7 @@ const Level* find_level(const char* name) {
   };
   const std::string wanted = name ? name : "";
   for (const Level* level : levels)
-    if ((wanted.empty() || wanted == level->name) && is_supported(level->name)) return level;
+    if ((wanted.empty() ? is_worth_it(level->name) : wanted == level->name) && is_supported(level->name)) return level;
   return nullptr;
 }
 
@@ -220,7 +232,7 @@ bool grow(Handle* handle, int tokens, int outputs) {
   b.attended = take(tokens * b.attended_stride);
   b.activated = take(tokens * b.activated_stride);
   b.output_rows = take(outputs * b.hidden_stride);
-  b.scratch_bytes = (rows * (c.head_dim * 4 + 16) + 4095) / 4096 * 4096;
+  b.scratch_bytes = (rows * (c.head_dim * 8 + 16) + 4095) / 4096 * 4096;
   b.scratch = take(threads * b.scratch_bytes);
   if (handle->int8.row_stride) {
     const int64_t wanted = tokens > outputs ? tokens : outputs, own = threads * kInt8OwnRows;
@@ -655,13 +667,13 @@ AIOCB_API double aiocb_arithmetic(const char* level, int num_threads, int format
     int format;
   } context = {chosen, format};
   constexpr int kRepeats = 2000;
-  const double operations = 2.0 * double(chosen->multiply_add(format, 1)) * kRepeats * pool_size(pool);
+  const double operations = 2.0 * double(chosen->multiply_add(format, 1, has_vnni())) * kRepeats * pool_size(pool);
   double best = 0.0;
   for (int pass = 0; pass < 5; ++pass) {
     const double start = pool_now();
     pool_run(pool, [](void* opaque, int, int) {
       Context* c = static_cast<Context*>(opaque);
-      c->level->multiply_add(c->format, kRepeats);
+      c->level->multiply_add(c->format, kRepeats, has_vnni());
     }, &context);
     const double rate = operations / (pool_now() - start);
     best = rate > best ? rate : best;

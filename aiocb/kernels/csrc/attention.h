@@ -38,11 +38,13 @@ AIOCB_INLINE void score_pages(const char* q, int64_t q_stride, const char* const
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
     AIOCB_UNROLL for (int p = 0; p < P; ++p) acc[r][p] = zero();
   for (int k = 0; k < steps; ++k) {
-    typename F::B keys[P];
-    AIOCB_UNROLL for (int p = 0; p < P; ++p) keys[p] = F::load_b(pages[p] + k * 64);
-    AIOCB_UNROLL for (int r = 0; r < R; ++r) {
-      typename F::A query = F::broadcast_a(q + r * q_stride + k * 4);
-      AIOCB_UNROLL for (int p = 0; p < P; ++p) acc[r][p] = F::madd(acc[r][p], query, keys[p]);
+    AIOCB_UNROLL for (int half = 0; half < F::kHalves; ++half) {
+      typename F::B keys[P];
+      AIOCB_UNROLL for (int p = 0; p < P; ++p) keys[p] = F::load_half(pages[p] + k * 64, half);
+      AIOCB_UNROLL for (int r = 0; r < R; ++r) {
+        const typename F::A query = F::broadcast_half(q + r * q_stride + k * wide_bytes<F>(), half);
+        AIOCB_UNROLL for (int p = 0; p < P; ++p) acc[r][p] = F::madd(acc[r][p], query, keys[p]);
+      }
     }
     AIOCB_UNROLL for (int p = 0; p < P; ++p) prefetch_l2(ahead[p] + k * 64);
   }
@@ -55,7 +57,7 @@ template <class F, int R, int C>
 AIOCB_INLINE void mix_pages(const char* p, const char* const* pages, const char* const* ahead, int first, int last,
                             int dim, int column, const float* rescale, float* out) {
   constexpr int steps = kPageSize / F::kStep;
-  constexpr int64_t p_stride = kChunk * sizeof(typename F::Element);
+  constexpr int64_t p_stride = kChunk * sizeof(typename F::Wide);
   F16 acc[R][C];
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
     AIOCB_UNROLL for (int c = 0; c < C; ++c)
@@ -63,13 +65,15 @@ AIOCB_INLINE void mix_pages(const char* p, const char* const* pages, const char*
   for (int page = first; page < last; ++page) {
     const char* v = pages[page] + column * 4;
     const char* next = ahead[page] + column * 4;
-    const char* weights = p + page * (kPageSize * sizeof(typename F::Element));
+    const char* weights = p + page * (kPageSize * sizeof(typename F::Wide));
     for (int k = 0; k < steps; ++k) {
-      typename F::B values[C];
-      AIOCB_UNROLL for (int c = 0; c < C; ++c) values[c] = F::load_b(v + c * 64);
-      AIOCB_UNROLL for (int r = 0; r < R; ++r) {
-        typename F::A weight = F::broadcast_a(weights + r * p_stride + k * 4);
-        AIOCB_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = F::madd(acc[r][c], weight, values[c]);
+      AIOCB_UNROLL for (int half = 0; half < F::kHalves; ++half) {
+        typename F::B values[C];
+        AIOCB_UNROLL for (int c = 0; c < C; ++c) values[c] = F::load_half(v + c * 64, half);
+        AIOCB_UNROLL for (int r = 0; r < R; ++r) {
+          const typename F::A weight = F::broadcast_half(weights + r * p_stride + k * wide_bytes<F>(), half);
+          AIOCB_UNROLL for (int c = 0; c < C; ++c) acc[r][c] = F::madd(acc[r][c], weight, values[c]);
+        }
       }
       AIOCB_UNROLL for (int c = 0; c < C; ++c) prefetch_l2(next + c * 64);
       v += dim * 4;
@@ -126,11 +130,11 @@ template <class F, int R>
 __attribute__((noinline)) void attend_chunk(const AttentionShape& shape, const char* q, const char* const* keys,
                                             const char* const* values, const char* const* ahead, int chunk_start,
                                             const int* positions, int first, int last, float* out, RowState* states) {
-  typedef typename F::Element E;
+  typedef typename F::Wide W;
   alignas(64) float scores[R * kChunk];
-  alignas(64) E probabilities[R * kChunk];
+  alignas(64) W probabilities[R * kChunk];
   float rescale[R];
-  const int64_t q_stride = int64_t(shape.dim) * sizeof(E);
+  const int64_t q_stride = int64_t(shape.dim) * sizeof(W);
   const int steps = shape.dim / F::kStep;
   int page = first;
   if (kAttentionVectors == 4)
@@ -177,7 +181,7 @@ AIOCB_INLINE void attend_rows(int rows, const AttentionShape& shape, const char*
 // Rows that one item may hold: scratch is sized by it (api.cpp) and tiles are cut by it.
 AIOCB_INLINE int item_rows(int group) { return group > kItemRows ? group : kItemRows; }
 
-// One item: a token tile of one sequence, some of its kv heads. `scratch` holds item_rows * (dim floats + state + position).
+// One item: a token tile of one sequence, some of its kv heads. `scratch` holds item_rows * (2 * dim floats + state + position).
 template <class F>
 AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const Layer& layer, const AttentionItem& item,
                                 char* scratch) {
@@ -198,6 +202,7 @@ AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const 
   float* out = reinterpret_cast<float*>(scratch);
   RowState* states = reinterpret_cast<RowState*>(out + int64_t(item_rows(group)) * dim);
   int* positions = reinterpret_cast<int*>(states + item_rows(group));
+  float* wide = reinterpret_cast<float*>(positions + item_rows(group));  // the queries, where they are not used as they are
 
   const int last_position = start + item.num_tokens - 1;
   const int first_visible = shape.window > 0 && start - shape.window + 1 > 0 ? start - shape.window + 1 : 0;
@@ -206,6 +211,10 @@ AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const 
   for (int head = item.first_head; head < item.last_head; ++head) {
     const char* q = model.buffers.queries +
                     (int64_t(head) * args.num_tokens + row0) * group * dim * int64_t(sizeof(E));
+    if constexpr (F::kHalves == 2) {
+      widen_row(reinterpret_cast<const uint16_t*>(q), rows * dim, wide);
+      q = reinterpret_cast<const char*>(wide);
+    }
     for (int r = 0; r < rows; ++r) {
       states[r] = {-1e30f, 0.0f};
       positions[r] = start + r / group;
@@ -239,7 +248,7 @@ AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const 
         const int block_begin = low > 0 ? low / kPageSize - chunk_page : 0;
         const int from = block_begin > begin ? block_begin : begin, to = block_end < end ? block_end : end;
         if (from >= to) continue;
-        attend_rows<F>(count, shape, q + int64_t(row) * dim * sizeof(E), keys, values, ahead, chunk_start,
+        attend_rows<F>(count, shape, q + int64_t(row) * dim * int64_t(sizeof(typename F::Wide)), keys, values, ahead, chunk_start,
                        positions + row, from, to, out + int64_t(row) * dim, states + row);
       }
     }

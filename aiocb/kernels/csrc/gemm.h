@@ -1,37 +1,50 @@
 // Packed linear: out[M, N] = a[M, K] . w[N, K]^T, for any M, with a fixed order of additions along K.
 //
 // A weight is cut into panels of 64 columns, each stored as [k step][64 columns][4 bytes]; a tile computes up to
-// max_rows<F>() rows of one panel with every accumulator in a register and hands the sums to an epilogue, which may add
+// kMaxRows rows of one panel with every accumulator in a register and hands the sums to an epilogue, which may add
 // a bias, a residual, an activation or keep the largest logit. The order of the additions along K does not depend on
 // the rows of the tile, so a row's result is bit-identical alone and in a batch.
 //
-// Adding a weight format takes one struct with the interface of Bf16Format in vec.h (load_b, broadcast_a, madd), or,
+// Adding a weight format takes one struct with the interface of Bf16Format in vec.h (load_half, broadcast_half, madd), or,
 // where sums are not floats, a `run_format` of its own as in gemm_int8.h; all epilogues stay as they are.
 #pragma once
+#include <memory>
+
 #include "model.h"
 #include "vec.h"
 
 namespace aiocb {
 namespace AIOCB_ISA {
 
-constexpr int kStreamAhead = 1024;  // bytes
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+constexpr int kStreamAhead = 4096;  // bytes; Sapphire Rapids: 31 instead of 19 GB/s for 4 rows
+#else
+constexpr int kStreamAhead = 1024;
+#endif
 
-// Sums of `R` rows and `V * 16` columns of one panel, with `lines` cache lines of `ahead` prefetched per k step.
-template <class F, int R, int V>
+// Sums of `R` rows and `V * 16` columns of one panel, with `lines` cache lines of `ahead` prefetched per k step. With
+// `keeps` the weights are left in `kept` as floats on the way, [k][64 columns].
+template <class F, int R, int V, bool keeps>
 AIOCB_INLINE void compute_part(const char* a, int64_t a_stride, const char* b, int steps, const char* ahead, int lines,
-                               float* out) {
+                               float* kept, float* out) {
   F16 acc[R][V];
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
     AIOCB_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = zero();
   for (int k = 0; k < steps; ++k) {
-    typename F::B weights[V];
-    AIOCB_UNROLL for (int v = 0; v < V; ++v) weights[v] = F::load_b(b + v * 64);
-    b += kPanel * 4;
-    AIOCB_UNROLL for (int r = 0; r < R; ++r) {
-      typename F::A row = F::broadcast_a(a + r * a_stride);
-      AIOCB_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = F::madd(acc[r][v], row, weights[v]);
+    AIOCB_UNROLL for (int half = 0; half < F::kHalves; ++half) {
+      typename F::B weights[V];
+      AIOCB_UNROLL for (int v = 0; v < V; ++v) weights[v] = F::load_half(b + v * 64, half);
+      if constexpr (keeps) {
+        AIOCB_UNROLL for (int v = 0; v < V; ++v) store(kept + v * 16, weights[v]);
+        kept += kPanel;
+      }
+      AIOCB_UNROLL for (int r = 0; r < R; ++r) {
+        const typename F::A row = F::broadcast_half(a + r * a_stride, half);
+        AIOCB_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = F::madd(acc[r][v], row, weights[v]);
+      }
     }
-    a += 4;
+    a += wide_bytes<F>();
+    b += kPanel * 4;
     for (int line = 0; line < lines; ++line) prefetch_l2(ahead + line * 64);
     ahead += lines * 64;
   }
@@ -39,21 +52,22 @@ AIOCB_INLINE void compute_part(const char* a, int64_t a_stride, const char* b, i
     AIOCB_UNROLL for (int v = 0; v < V; ++v) store(out + r * kPanel + v * 16, acc[r][v]);
 }
 
-template <class F, int R>
+template <class F, int R, bool keeps>
 __attribute__((noinline)) void compute_tile(const char* a, int64_t a_stride, const char* b, int steps,
-                                            const char* ahead, int lines, float* out) {
+                                            const char* ahead, int lines, float* kept, float* out) {
   // One row alone would wait for its own sums: twice the columns keep the multipliers busy.
   constexpr int kWidth = R == 1 && kVectors == 1 ? 2 : kVectors;
   for (int part = 0; part < kPanel / 16; part += kWidth)
-    compute_part<F, R, kWidth>(a, a_stride, b + part * 64, steps, ahead, part ? 0 : lines, out + part * 16);
+    compute_part<F, R, kWidth, keeps>(a, a_stride, b + part * 64, steps, ahead, part ? 0 : lines, kept + part * 16,
+                                      out + part * 16);
 }
 
-template <class F>
+template <class F, bool keeps = false>
 AIOCB_INLINE void compute_rows(int rows, const char* a, int64_t a_stride, const char* b, int steps, const char* ahead,
-                               int lines, float* out) {
-#define AIOCB_CASE(n)                                                                              \
-  case n:                                                                                          \
-    if constexpr (n <= max_rows<F>()) compute_tile<F, n>(a, a_stride, b, steps, ahead, lines, out); \
+                               int lines, float* out, float* kept = nullptr) {
+#define AIOCB_CASE(n)                                                                                             \
+  case n:                                                                                                         \
+    if constexpr (n <= kMaxRows) compute_tile<F, n, keeps>(a, a_stride, b, steps, ahead, lines, kept, out);       \
     return
   switch (rows) {
     AIOCB_CASE(1);
@@ -86,7 +100,6 @@ AIOCB_INLINE const char* first_panel(const Linear& linear, int thread, int num_t
 template <class F, class Epilogue>
 AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
                              int thread, int num_threads, Epilogue& epilogue) {
-  constexpr int kMaxRows = max_rows<F>();
   alignas(64) float sums[kMaxRows * kPanel];
   const int blocks = (rows + kMaxRows - 1) / kMaxRows;
   const int64_t total = int64_t(linear.panels) * blocks;
@@ -114,6 +127,73 @@ AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stri
   }
 }
 
+// ---- pairs multiplied as floats ---------------------------------------------------------------------------------
+
+constexpr int kWideRows = 132;  // rows that are wide at a time: with a panel they fit the second-level cache
+
+// At least `bytes` of this thread's own, kept from call to call.
+inline char* wide_memory(size_t bytes) {
+  struct Memory {
+    std::unique_ptr<char[]> data;
+    size_t size = 0;
+  };
+  static thread_local Memory memory;
+  if (bytes > memory.size) memory.data.reset(new char[(memory.size = bytes) + 64]);
+  return reinterpret_cast<char*>((uintptr_t(memory.data.get()) + 63) / 64 * 64);
+}
+
+inline void widen_row(const uint16_t* row, int depth, float* out) {
+  int i = 0;
+  for (; i + 16 <= depth; i += 16) store(out + i, load(row + i));
+  for (; i < depth; ++i) out[i] = bf16_to_float(row[i]);
+}
+
+// As run_format, where a step has halves: the first tile of a panel takes its pairs apart for those that follow. Every
+// tile adds the products one after another along K, so all of them yield the same sums.
+template <class F, class Epilogue>
+AIOCB_INLINE void run_widened(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
+                              int thread, int num_threads, Epilogue& epilogue) {
+  alignas(64) float sums[kMaxRows * kPanel];
+  const int depth = linear.depth, chunks = (rows + kWideRows - 1) / kWideRows;
+  const int64_t stride = (int64_t(depth) * 4 + 63) / 64 * 64 + kRowPad, panel_bytes = int64_t(depth) * kPanel * 4;
+  char* wide_panel = wide_memory(size_t(panel_bytes + (rows + chunks - 1) / chunks * stride));
+  char* wide_rows = wide_panel + panel_bytes;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    int chunk_first, chunk_rows;
+    even_block(rows, chunks, chunk, &chunk_first, &chunk_rows);
+    for (int r = 0; r < chunk_rows; ++r)
+      widen_row(reinterpret_cast<const uint16_t*>(a + (chunk_first + r) * a_stride), depth,
+                reinterpret_cast<float*>(wide_rows + r * stride));
+    const int blocks = (chunk_rows + kMaxRows - 1) / kMaxRows;
+    const int64_t total = int64_t(linear.panels) * blocks;
+    const int64_t begin = total * thread / num_threads, end = total * (thread + 1) / num_threads;
+    const char* after = chunk + 1 < chunks ? linear.data + begin / blocks * linear.panel_bytes : next;
+    for (int64_t item = begin; item < end; ++item) {
+      const int panel = int(item / blocks), block = int(item % blocks);
+      const char* b = linear.data + panel * linear.panel_bytes;
+      int first, count;
+      even_block(chunk_rows, blocks, block, &first, &count);
+      const char* own = wide_rows + first * stride;
+      if (blocks == 1) {
+        compute_rows<F>(count, own, stride, b, depth / 2, b + kStreamAhead, 4, sums);
+      } else {
+        // The next panel arrives while this one is reused: each of two blocks asks for half of it.
+        const char* ahead = item - block + blocks < end ? b + linear.panel_bytes : after;
+        const int lines = ahead != nullptr && block < 2 ? 1 : 0;
+        ahead = lines ? ahead + int64_t(block) * depth * 64 : b;
+        if (blocks == 2)  // the other block would not save what keeping costs
+          compute_rows<F>(count, own, stride, b, depth / 2, ahead, 2 * lines, sums);
+        else if (item == begin || block == 0)
+          compute_rows<F, true>(count, own, stride, b, depth / 2, ahead, 2 * lines, sums,
+                                reinterpret_cast<float*>(wide_panel));
+        else
+          compute_rows<F32Format>(count, own, stride, wide_panel, depth, ahead, lines, sums);
+      }
+      epilogue(chunk_first + first, count, panel, sums);
+    }
+  }
+}
+
 template <class F, class Epilogue>
 AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
                            int thread, int num_threads, Epilogue& epilogue);  // gemm_int8.h
@@ -122,10 +202,13 @@ AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride
 template <class F, class Epilogue>
 AIOCB_INLINE void run_linear(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
                              int thread, int num_threads, Epilogue& epilogue) {
-  if (linear.format == kInt8)
+  if (linear.format == kInt8) {
     run_int8<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
-  else
+  } else if constexpr (F::kHalves == 2) {
+    run_widened<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
+  } else {
     run_format<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
+  }
 }
 
 // ---- epilogues ------------------------------------------------------------------------------------------------

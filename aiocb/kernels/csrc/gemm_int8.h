@@ -160,12 +160,6 @@ struct PairDot {
 typedef PairDot VnniDot;
 #endif
 
-#if defined(__AVX512VNNI__)
-typedef VnniDot BestDot;
-#else
-typedef PairDot BestDot;
-#endif
-
 // ---- activations ------------------------------------------------------------------------------------------------
 
 // A quantised row is its bytes, then one of these per group.
@@ -369,6 +363,10 @@ void compute_int8_rows(int rows, const char* a, int64_t a_stride, const char* b,
   }
 }
 
+inline Int8Rows best_int8_rows(bool has_vnni) {
+  return kAlwaysVnni || has_vnni ? compute_int8_rows<VnniDot> : compute_int8_rows<PairDot>;
+}
+
 template <class Epilogue>
 AIOCB_INLINE void run_int8_panels(const Linear& linear, Int8Rows compute, const char* a, int64_t a_stride, int rows,
                                   const char* next, int thread, int num_threads, Epilogue& epilogue) {
@@ -422,17 +420,16 @@ AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride
                            int thread, int num_threads, Epilogue& epilogue) {
   const Int8State& state = *static_cast<const Int8Linear*>(linear.extra)->state;
   const char* quantized = quantize_rows<typename F::Element>(linear, a, a_stride, rows, thread, num_threads);
-  const Int8Rows compute = kAlwaysVnni || state.has_vnni ? compute_int8_rows<VnniDot> : compute_int8_rows<PairDot>;
-  run_int8_panels(linear, compute, quantized, state.row_stride, rows, next, thread, num_threads, epilogue);
+  run_int8_panels(linear, best_int8_rows(state.has_vnni), quantized, state.row_stride, rows, next, thread, num_threads, epilogue);
 }
 
 // Multiply-adds of the largest tile on operands that stay in the nearest cache (see multiply_add in level.cpp).
-inline int64_t int8_multiply_add(int repeats) {
+inline int64_t int8_multiply_add(int repeats, bool has_vnni) {
   constexpr int kGroups = 4, kStride = kGroups * (kInt8Group + int(sizeof(Int8GroupMeta))) + 64;
   alignas(64) static thread_local char weights[kGroups * kInt8GroupBytes], rows[kInt8Rows * kStride];
   alignas(64) float sums[kInt8Rows * kPanel];
-  for (int i = 0; i < repeats; ++i)
-    compute_int8_tile<BestDot, kInt8Rows>(rows, kStride, weights, kGroups, weights, 0, sums);
+  const Int8Rows compute = best_int8_rows(has_vnni);
+  for (int i = 0; i < repeats; ++i) compute(kInt8Rows, rows, kStride, weights, kGroups, weights, 0, sums);
   return int64_t(repeats) * kInt8Rows * kPanel * kGroups * kInt8Group;
 }
 

@@ -82,7 +82,7 @@ void plan_items(const PagedCall& c, int threads, std::vector<AttentionItem>& ite
 bool grow(Generic* generic, const PagedCall& c) {
   const int group = c.num_heads / c.num_kv_heads, rows = group > kItemRows ? group : kItemRows;
   const int64_t query_bytes = int64_t(c.num_tokens) * c.num_heads * c.head_dim * (c.format == kF32 ? 4 : 2);
-  const int64_t scratch_bytes = (int64_t(rows) * (c.head_dim * 4 + 16) + 4095) / 4096 * 4096;
+  const int64_t scratch_bytes = (int64_t(rows) * (c.head_dim * 8 + 16) + 4095) / 4096 * 4096;
   if (query_bytes <= generic->query_bytes && scratch_bytes <= generic->scratch_bytes) return true;
   if (query_bytes > generic->query_bytes) generic->query_bytes = query_bytes;
   if (scratch_bytes > generic->scratch_bytes) generic->scratch_bytes = scratch_bytes;

@@ -356,17 +356,21 @@ float read_memory(const char* data, int64_t bytes, int thread, int num_threads) 
 // Multiply-adds of the largest tile on operands that stay in the nearest cache; returns how many were done.
 template <class F>
 int64_t multiply_add_of(int repeats) {
-  constexpr int kSteps = 64, kRows = max_rows<F>();
-  alignas(64) static thread_local char weights[kSteps * kPanel * 4], rows[kRows * (kSteps * 4 + 64)];
-  alignas(64) float sums[kRows * kPanel];
-  for (int i = 0; i < repeats; ++i)
-    compute_tile<F, kRows>(rows, kSteps * 4 + 64, weights, kSteps, weights, 0, sums);
-  return int64_t(repeats) * kRows * kPanel * kSteps * F::kStep;
+  constexpr int kSteps = 64, kStride = kSteps * 4 + 64;
+  alignas(64) static thread_local char weights[kSteps * kPanel * 4], rows[kMaxRows * kStride];
+  alignas(64) float sums[kMaxRows * kPanel];
+  for (int i = 0; i < repeats; ++i) {
+    compute_rows<F>(kMaxRows, rows, kStride, weights, kSteps, weights, 0, sums);
+    asm volatile("" : : "r"(sums) : "memory");  // or the compiler sees that nobody reads the sums
+  }
+  return int64_t(repeats) * kMaxRows * kPanel * kSteps * F::kStep;
 }
 
-int64_t multiply_add(int format, int repeats) {
-  if (format == kInt8) return int8_multiply_add(repeats);
-  return format == kF32 ? multiply_add_of<F32Format>(repeats) : multiply_add_of<Bf16Format>(repeats);
+int64_t multiply_add(int format, int repeats, int has_vnni) {
+  if (format == kInt8) return int8_multiply_add(repeats, has_vnni);
+  // Pairs that are multiplied as floats cannot be faster than those.
+  constexpr bool has_pairs = Bf16Format::kHalves == 1;
+  return format == kBf16 && has_pairs ? multiply_add_of<Bf16Format>(repeats) : multiply_add_of<F32Format>(repeats);
 }
 
 }  // namespace

@@ -174,7 +174,7 @@ struct Level {
   void (*activation)(int kind, const float* gate, const float* up, int count, float* out);
   void (*select)(const SelectArgs* args, int thread, int num_threads);
   float (*read_memory)(const char* data, int64_t bytes, int thread, int num_threads);
-  int64_t (*multiply_add)(int format, int repeats);
+  int64_t (*multiply_add)(int format, int repeats, int has_vnni);
   void (*paged_write)(const PagedCall* call, int thread, int num_threads);
   void (*paged_attend)(const PagedModel* model, int thread, int num_threads);
   void (*linear_rows)(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,

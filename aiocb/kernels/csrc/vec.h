@@ -245,20 +245,22 @@ AIOCB_INLINE F16 erf(F16 x) {
 
 // ---- weight formats -------------------------------------------------------------------------------------------
 // A "k step" is four bytes of one row: two bf16 or one float. Packed operands hold sixteen (or a multiple) of them
-// side by side, so that one load serves sixteen outputs and one four-byte broadcast serves one row of activations.
+// side by side, so that one load serves sixteen outputs and one broadcast serves one row of activations.
+//
+// Where no instruction multiplies pairs of bf16, or only at half the rate of floats, they are multiplied as floats: a
+// step then has two halves, one after the other along K, and the operand that is broadcast is kept as floats (`Wide`)
+// instead of being taken apart at every use.
 
 struct F32Format {
   typedef float Element;
+  typedef float Wide;
   static constexpr int kStep = 1;
-  struct B {
-    F16 v;
-  };
-  struct A {
-    F16 v;
-  };
-  static AIOCB_INLINE B load_b(const char* p) { return {load(reinterpret_cast<const float*>(p))}; }
-  static AIOCB_INLINE A broadcast_a(const char* p) { return {set1(*reinterpret_cast<const float*>(p))}; }
-  static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a.v, b.v, acc); }
+  static constexpr int kHalves = 1;
+  typedef F16 A;
+  typedef F16 B;
+  static AIOCB_INLINE B load_half(const char* p, int) { return load(reinterpret_cast<const float*>(p)); }
+  static AIOCB_INLINE A broadcast_half(const char* p, int) { return set1(*reinterpret_cast<const float*>(p)); }
+  static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a, b, acc); }
   static AIOCB_INLINE float to_element(float x) { return x; }
 };
 
@@ -267,92 +269,64 @@ struct Bf16Format {
   static constexpr int kStep = 2;
   static AIOCB_INLINE uint16_t to_element(float x) { return float_to_bf16(x); }
 #if defined(__AVX512BF16__)
-  struct B {
-    __m512bh v;
-  };
-  struct A {
-    __m512bh v;
-  };
-  static AIOCB_INLINE B load_b(const char* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-  static AIOCB_INLINE A broadcast_a(const char* p) {
+  typedef uint16_t Wide;
+  static constexpr int kHalves = 1;
+  typedef __m512bh A;
+  typedef __m512bh B;
+  static AIOCB_INLINE B load_half(const char* p, int) { return (__m512bh)_mm512_loadu_si512(p); }
+  static AIOCB_INLINE A broadcast_half(const char* p, int) {
     int32_t pair;
     std::memcpy(&pair, p, 4);
-    return {(__m512bh)_mm512_set1_epi32(pair)};
+    return (__m512bh)_mm512_set1_epi32(pair);
   }
-  static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return {_mm512_dpbf16_ps(acc.v, a.v, b.v)}; }
+  static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return {_mm512_dpbf16_ps(acc.v, a, b)}; }
 #else
-  struct B {
-    F16 even, odd;
-  };
-  struct A {
-    F16 even, odd;
-  };
-  static AIOCB_INLINE B load_b(const char* p) {
+  typedef float Wide;
+  static constexpr int kHalves = 2;
+  typedef F16 A;
+  typedef F16 B;
+  static AIOCB_INLINE B load_half(const char* p, int half) {
+    constexpr int32_t kUpper = int32_t(0xffff0000);
 #if defined(__AVX512F__)
-    __m512i raw = _mm512_loadu_si512(p);
-    return {{_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16))},
-            {_mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(int(0xffff0000))))}};
+    const __m512i pairs = _mm512_loadu_si512(p);
+    return {_mm512_castsi512_ps(half ? _mm512_and_si512(pairs, _mm512_set1_epi32(kUpper))
+                                     : _mm512_slli_epi32(pairs, 16))};
 #else
-    B out;
+    F16 out;
     AIOCB_UNROLL for (int i = 0; i < kParts; ++i) {
-      VI raw = *reinterpret_cast<const VIU*>(p + i * 4 * kLanes);
-      out.even.v[i] = (VF)(raw << 16);
-      out.odd.v[i] = (VF)(raw & int32_t(0xffff0000));
+      const VI pairs = *reinterpret_cast<const VIU*>(p + i * 4 * kLanes);
+      out.v[i] = (VF)(half ? pairs & kUpper : pairs << 16);
     }
     return out;
 #endif
   }
-  static AIOCB_INLINE A broadcast_a(const char* p) {
-#if defined(__AVX512F__)
-    int32_t pair;
-    std::memcpy(&pair, p, 4);
-    const __m512i raw = _mm512_set1_epi32(pair);
-    return {{_mm512_castsi512_ps(_mm512_slli_epi32(raw, 16))},
-            {_mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32(int(0xffff0000))))}};
-#else
-    // One load that spreads the pair, then a shift and a mask. The compiler would shift first, in scalar registers, and
-    // spread twice, which costs more than the products: hide from it where the lanes come from.
-#if defined(__AVX2__)
-    int32_t pair;
-    std::memcpy(&pair, p, 4);
-    __m256i spread = _mm256_set1_epi32(pair);
-    asm("" : "+x"(spread));
-    const VI raw = (VI)spread;
-#else
-    int32_t pair;
-    std::memcpy(&pair, p, 4);
-    const VI raw = VI{} + pair;
-#endif
-    const VF even = (VF)(raw << 16), odd = (VF)(raw & int32_t(0xffff0000));
-    A out;
-    AIOCB_UNROLL for (int i = 0; i < kParts; ++i) out.even.v[i] = even, out.odd.v[i] = odd;
-    return out;
-#endif
+  static AIOCB_INLINE A broadcast_half(const char* p, int half) {
+    return set1(reinterpret_cast<const float*>(p)[half]);
   }
-  static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a.odd, b.odd, fma(a.even, b.even, acc)); }
+  static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a, b, acc); }
 #endif
 };
 
-// Rows of a tile, by format: as many as the registers hold.
+// Bytes of a k step of the operand that is broadcast.
+template <class F>
+constexpr int wide_bytes() {
+  return F::kStep * int(sizeof(typename F::Wide));
+}
+
+// Rows of a tile: as many as the registers hold.
 #if defined(__AVX512F__)
-constexpr int kRowsF32 = 6, kRowsBf16 = 6;     // 6 rows x 4 vectors + 4 weights + 1 broadcast: 29 of 32 registers
+constexpr int kMaxRows = 6;  // 6 rows x 4 vectors + 4 weights + 1 broadcast: 29 of 32 registers
 constexpr int kVectors = 4;
 #elif defined(__AVX2__)
-constexpr int kRowsF32 = 6;      // 6 rows x 2 ymm + 2 + 1: 15 of 16 registers
-constexpr int kRowsBf16 = 4;     // 4 rows x 2 ymm + 4 + 2 + a mask: 15 of 16 registers, a fifth row would spill
+constexpr int kMaxRows = 6;  // 6 rows x 2 ymm + 2 + 1: 15 of 16 registers
 constexpr int kVectors = 1;
 #elif defined(__aarch64__)
-constexpr int kRowsF32 = 4, kRowsBf16 = 4;     // 4 rows x 4 quads + 8 + 2: 26 of 32 registers
+constexpr int kMaxRows = 4;  // 4 rows x 4 quads + 4 + 1: 21 of 32 registers
 constexpr int kVectors = 1;
 #else
-constexpr int kRowsF32 = 2, kRowsBf16 = 2;
+constexpr int kMaxRows = 2;
 constexpr int kVectors = 1;
 #endif
-
-template <class F>
-constexpr int max_rows() {
-  return sizeof(typename F::Element) == 4 ? kRowsF32 : kRowsBf16;
-}
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb
