@@ -25,7 +25,7 @@ __all__ = ["KernelError", "Library", "ModelConfig", "NativeModel", "StepArgument
 
 FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
-LINEARS = {"qkv": 0, "out": 1, "gate_up": 2, "down": 3, "head": 4}
+LINEARS = {"qkv": 0, "out": 1, "gate_up": 2, "down": 3, "head": 4, "router": 5, "expert_gate_up": 6, "expert_down": 7}
 VECTORS = {
     "input": 0,
     "input_bias": 1,
@@ -56,7 +56,8 @@ class ModelConfig(ctypes.Structure):
         *((name, c_int32) for name in (
             "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
             "format", "activation", "is_gated", "is_layer_norm", "qk_norm", "is_parallel", "rotary_dim",
-            "is_interleaved", "num_groups", "num_ropes", "embedding_format",
+            "is_interleaved", "num_groups", "num_ropes", "embedding_format", "num_experts", "num_chosen", "expert_size",
+            "is_renormalised",
         )),
         *((name, c_float) for name in (
             "norm_eps", "embedding_scale", "residual_scale", "logit_scale", "attention_softcap", "logit_softcap",
@@ -234,6 +235,7 @@ class NativeModel:
         *,
         source_format: int,
         weight_format: int,
+        expert: int = 0,
         bias: npt.NDArray[np.float32] | None = None,
         input_scales: npt.NDArray[np.float32] | None = None,
         importance: npt.NDArray[np.float32] | None = None,
@@ -241,13 +243,17 @@ class NativeModel:
         """Pack a weight given by the address of the source row of every packed column (0: a zero column).
 
         The sources are read during the call only. `bias` is [N] in packed order. For int8, the weight is multiplied by
-        `input_scales` [depth] before it is quantised, and `importance` [depth] weighs its errors.
+        `input_scales` [depth] before it is quantised, and `importance` [depth] weighs its errors. `expert` counts for
+        the names that begin with it.
+
+        Raises:
+            KernelError: a shape that the model's configuration does not have.
         """
         self._check(
             self._calls.aiocb_set_linear(
                 self.handle,
                 layer,
-                LINEARS[name],
+                LINEARS[name] + 2 * expert,
                 rows.ctypes.data,
                 len(rows),
                 depth,
@@ -260,7 +266,10 @@ class NativeModel:
         )
 
     def record_inputs(self, layer: int, name: str, squares: npt.NDArray[np.float32] | None) -> None:
-        """Add the squares of all inputs of an int8 linear to `squares` [depth] from now on; None ends it."""
+        """Add the squares of all inputs of an int8 linear to `squares` [depth] from now on; None ends it.
+
+        The `gate_up` of a layer with experts is that of all of them.
+        """
         address = squares.ctypes.data if squares is not None else None
         self._check(self._calls.aiocb_record_inputs(self.handle, layer, LINEARS[name], address))
 

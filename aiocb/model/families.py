@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Family", "LayerDescription", "ModelDescription", "Projection", "describe"]
+__all__ = ["Experts", "Family", "LayerDescription", "ModelDescription", "Projection", "describe"]
 
 MAX_HEAD_DIM = 256
 
@@ -30,7 +30,8 @@ class Family(NamedTuple):
         is_layer_norm: mean and variance instead of the root mean square.
         mlp: `gated` (gate_proj, up_proj), `fused` (gate_up_proj), `c_fc`, or `dense` (dense_h_to_4h).
         qkv: `split`, `fused` (qkv_proj: all q, all k, all v) or `interleaved` (per head: q, k, v).
-        backbone, attention: attribute names of the decoder and of a layer's attention.
+        backbone, attention, mlp_name: attribute names of the decoder, and of a layer's attention and MLP.
+        mixture: the class of an MLP that is a mixture of experts; layers may have either.
         has_window: `config.sliding_window` counts (for sliding layers only, where the config has `layer_types`).
     """
 
@@ -42,6 +43,8 @@ class Family(NamedTuple):
     qkv: str = "split"
     backbone: str = "model"
     attention: str = "self_attn"
+    mlp_name: str = "mlp"
+    mixture: str = ""
     has_window: bool = False
 
 
@@ -67,6 +70,11 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family("Gemma2ForCausalLM", _SANDWICH, norm_offset=1.0, has_window=True),
     "gemma3_text": Family("Gemma3ForCausalLM", _SANDWICH, norm_offset=1.0, has_window=True),
     "starcoder2": Family("Starcoder2ForCausalLM", _PRE, is_layer_norm=True, mlp="c_fc", has_window=True),
+    "mixtral": Family("MixtralForCausalLM", _PRE, mixture="MixtralSparseMoeBlock", has_window=True),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", _PRE, mixture="Qwen2MoeSparseMoeBlock", has_window=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _PRE, mixture="Qwen3MoeSparseMoeBlock", has_window=True),
+    "olmoe": Family("OlmoeForCausalLM", _PRE, mixture="OlmoeSparseMoeBlock"),
+    "granitemoe": Family("GraniteMoeForCausalLM", _PRE, mlp_name="block_sparse_moe", mixture="GraniteMoeMoE"),
     "stablelm": Family("StableLmForCausalLM", _PRE, is_layer_norm=True),
     "gpt_neox": Family(
         "GPTNeoXForCausalLM",
@@ -91,8 +99,27 @@ class Projection(NamedTuple):
     bias: Tensor | None
 
 
+class Experts(NamedTuple):
+    """A mixture of E experts, K of which a row passes.
+
+    Attributes:
+        router: [E, H]; the softmax of its product with a row says which, and how much each counts.
+        gate_up, down: [E, 2 * I, H] (gate, then up) and [E, H, I].
+        num_chosen: K.
+        is_renormalised: the weights of the chosen add up to one.
+        shared_gate: [1, H]; its sigmoid weighs the layer's MLP, which every row passes. None: the layer has none.
+    """
+
+    router: Tensor
+    gate_up: Tensor
+    down: Tensor
+    num_chosen: int
+    is_renormalised: bool
+    shared_gate: Tensor | None
+
+
 class LayerDescription(NamedTuple):
-    """One decoder layer; `gate` is None when the MLP is plain.
+    """One decoder layer; `gate` is None when the MLP is plain, and all three are where there are experts only.
 
     The rows of `qkv` are those of its parts, one part after the other.
     """
@@ -100,8 +127,9 @@ class LayerDescription(NamedTuple):
     qkv: tuple[Projection, ...]
     out: Projection
     gate: Projection | None
-    up: Projection
-    down: Projection
+    up: Projection | None
+    down: Projection | None
+    experts: Experts | None
     vectors: dict[str, Tensor]
     window: int | None
     rope: int
@@ -173,6 +201,7 @@ def _describe(model: Any) -> ModelDescription:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     _require(head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM, f"head dim {head_dim} is not a multiple of 16 up to 256")
     _require(config.hidden_size % 2 == 0, "the hidden size is odd")
+    _require(getattr(config, "clip_qkv", None) is None, "queries, keys and values are clipped")
 
     ropes, rope_of_type = _ropes(backbone.rotary_emb)
     first = getattr(backbone.layers[0], family.attention)
@@ -189,16 +218,18 @@ def _describe(model: Any) -> ModelDescription:
         _layer(config, family, layer, index, heads, kv_heads, head_dim, rope_of_type, qk_norm)
         for index, layer in enumerate(backbone.layers)
     ]
-    mlp = backbone.layers[0].mlp
+    shapes = {(x.gate_up.shape, x.num_chosen, x.is_renormalised) for x in (y.experts for y in layers) if x is not None}
+    _require(len(shapes) <= 1, "layers with different experts")
+    widths = [layer.down.weight.shape[1] for layer in layers if layer.down is not None]
     return ModelDescription(
         family=config.model_type,
         hidden_size=config.hidden_size,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=layers[0].down.weight.shape[1],
+        intermediate_size=max(widths, default=0),
         vocab_size=head.weight.shape[0],
-        activation=_activation(next(getattr(mlp, n) for n in ("act_fn", "activation_fn", "act") if hasattr(mlp, n))),
+        activation=_common_activation(family, backbone.layers),
         is_layer_norm=family.is_layer_norm,
         is_parallel=bool(getattr(config, "use_parallel_residual", False)),
         qk_norm=qk_norm,
@@ -233,7 +264,10 @@ def _layer(
     qk_norm: int,
 ) -> LayerDescription:
     attention = getattr(layer, family.attention)
-    gate, up, down = _mlp(family, layer.mlp)
+    mlp = getattr(layer, family.mlp_name)
+    is_mixture = bool(family.mixture) and type(mlp).__name__ == family.mixture
+    experts = _experts(config, mlp) if is_mixture else None
+    gate, up, down = _mlp(family, getattr(mlp, "shared_expert", None) if is_mixture else mlp)
     vectors: dict[str, Tensor] = {}
     for name, attribute in family.norms.items():
         # A parallel StableLM has one norm for both branches.
@@ -256,6 +290,7 @@ def _layer(
         gate=gate,
         up=up,
         down=down,
+        experts=experts,
         vectors=vectors,
         window=window,
         rope=rope_of_type.get(layer_type, rope_of_type.get("", -1)) if rotates else -1,
@@ -285,7 +320,9 @@ def _qkv(family: Family, attention: Any, heads: int, kv_heads: int, head_dim: in
     return parts
 
 
-def _mlp(family: Family, mlp: Any) -> tuple[Projection | None, Projection, Projection]:
+def _mlp(family: Family, mlp: Any) -> tuple[Projection | None, Projection | None, Projection | None]:
+    if mlp is None:
+        return None, None, None
     if family.mlp == "gated":
         return _projection(mlp.gate_proj), _projection(mlp.up_proj), _projection(mlp.down_proj)
     if family.mlp == "fused":
@@ -296,6 +333,45 @@ def _mlp(family: Family, mlp: Any) -> tuple[Projection | None, Projection, Proje
     if family.mlp == "c_fc":
         return None, _projection(mlp.c_fc), _projection(mlp.c_proj)
     return None, _projection(mlp.dense_h_to_4h), _projection(mlp.dense_4h_to_h)
+
+
+def _experts(config: Any, block: Any) -> Experts:
+    router = getattr(block, "gate", None) or block.router
+    experts = block.experts
+    for module in (block, router, experts):
+        _require(not module._forward_hooks and not module._forward_pre_hooks, "a mixture of experts has forward hooks")
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    count, hidden, size = down.shape
+    _require(
+        router.weight.shape == (count, config.hidden_size)
+        and hidden == config.hidden_size
+        and gate_up.shape == (count, 2 * size, hidden)
+        and 1 <= router.top_k <= count,
+        "experts of unexpected shapes",
+    )
+    plain = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    odd = [name for name, value in plain.items() if getattr(experts, name, value) != value]
+    odd += [name for name in ("has_post_expert_norm", "_is_expert_parallel") if getattr(experts, name, False)]
+    names = {name for module in (router, experts) for name, _ in module.named_parameters()}
+    odd += sorted(names - {"weight", "gate_up_proj", "down_proj"})
+    _require(not odd, f"experts with {', '.join(odd)}")
+    shared_gate = None
+    if hasattr(block, "shared_expert"):
+        gate = _projection(block.shared_expert_gate)
+        _require(gate.weight.shape == (1, hidden) and gate.bias is None, "an unexpected gate of the shared expert")
+        shared_gate = gate.weight
+    # Mixtral and Granite know no other way than to let the chosen weights add up to one.
+    is_renormalised = bool(getattr(router, "norm_topk_prob", True))
+    return Experts(router.weight, gate_up, down, int(router.top_k), is_renormalised, shared_gate)
+
+
+def _common_activation(family: Family, layers: Any) -> str:
+    mlps = [getattr(layer, family.mlp_name) for layer in layers]
+    parts = [getattr(mlp, name, None) for mlp in mlps for name in ("experts", "shared_expert")]
+    functions = [getattr(part, name, None) for part in (*mlps, *parts) for name in ("act_fn", "activation_fn", "act")]
+    names = {_activation(function) for function in functions if function is not None}
+    _require(len(names) == 1, "MLPs with different activations")
+    return names.pop()
 
 
 def _norm(family: Family, norm: Any, name: str) -> dict[str, Tensor]:

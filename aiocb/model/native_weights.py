@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels import KernelError, Library, NativeModel
 from aiocb.kernels.library import ACTIVATIONS, FORMATS, ModelConfig
-from aiocb.model.families import ModelDescription, Projection
+from aiocb.model.families import Experts, ModelDescription, Projection
 from aiocb.model.native_int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
 from aiocb.step import CacheLayout
 
@@ -62,10 +62,14 @@ def pack_again(native: NativeModel, description: ModelDescription, layout: Cache
 
 def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
     weight_format = _format(d)
+    experts = next((layer.experts for layer in d.layers if layer.experts is not None), None)
+    is_gated = all(layer.gate is not None or layer.up is None for layer in d.layers)
     return ModelConfig(
         num_layers=len(d.layers), hidden_size=d.hidden_size, num_heads=d.num_heads, num_kv_heads=d.num_kv_heads,
         head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=weight_format,
-        activation=ACTIVATIONS[d.activation], is_gated=d.layers[0].gate is not None, is_layer_norm=d.is_layer_norm,
+        num_experts=len(experts.router) if experts else 0, num_chosen=experts.num_chosen if experts else 0,
+        expert_size=experts.down.shape[2] if experts else 0, is_renormalised=bool(experts and experts.is_renormalised),
+        activation=ACTIVATIONS[d.activation], is_gated=is_gated, is_layer_norm=d.is_layer_norm,
         qk_norm=d.qk_norm, is_parallel=d.is_parallel, rotary_dim=d.rotary_dim, is_interleaved=0,
         num_groups=len(layout.groups), num_ropes=len(d.ropes), embedding_format=weight_format, norm_eps=d.norm_eps,
         embedding_scale=d.embedding_scale, residual_scale=d.residual_scale, logit_scale=d.logit_scale,
@@ -110,11 +114,14 @@ def _tunings(native: NativeModel, d: ModelDescription, layout: CacheLayout) -> _
     """Let the model run as it is packed, and look at what its linears are given."""
     linears: dict[tuple[int, str], tuple[Tensor, ...]] = {(-1, "head"): (d.head.weight,)}
     for index, layer in enumerate(d.layers):
-        gate = () if layer.gate is None else (layer.gate.weight,)
         linears[index, "qkv"] = tuple(part.weight for part in layer.qkv)
         linears[index, "out"] = (layer.out.weight,)
-        linears[index, "gate_up"] = (*gate, layer.up.weight)
-        linears[index, "down"] = (layer.down.weight,)
+        linears[index, "gate_up"] = tuple(part.weight for part in (layer.gate, layer.up) if part is not None)
+        if layer.down is not None:
+            linears[index, "down"] = (layer.down.weight,)
+        if layer.experts is not None:
+            # All experts read what one norm made. Too few rows reach each of them to judge the channels before `down`.
+            linears[index, "gate_up"] += tuple(layer.experts.gate_up)
     depths = {key: weights[0].shape[1] for key, weights in linears.items()}
     squares = record_inputs(native, depths, layout, d.vocab_size, d.max_position_embeddings)
     tunings = {}
@@ -133,11 +140,14 @@ def _pack_model(
         packer.vectors(index, layer.vectors)
         packer.pack(index, "qkv", *layer.qkv)
         packer.pack(index, "out", layer.out)
-        packer.pack(index, "down", layer.down)
-        if layer.gate is None:
-            packer.pack(index, "gate_up", layer.up)
-        else:
+        if layer.down is not None:
+            packer.pack(index, "down", layer.down)
+        if layer.gate is not None and layer.up is not None:
             packer.pack_gated(index, layer.gate, layer.up)
+        elif layer.up is not None:
+            packer.pack(index, "gate_up", layer.up)
+        if layer.experts is not None:
+            packer.pack_experts(index, layer.experts)
     packer.vectors(-1, d.final_vectors)
     packer.pack(-1, "head", d.head)
 
@@ -162,6 +172,23 @@ class _Packer:
             floats = _floats(values)
             self.native.set_vector(layer, name, floats / divisors[name] if name in divisors else floats)
 
+    def pack_experts(self, layer: int, experts: Experts) -> None:
+        """Pack a router, with the gate of a shared expert as its last row, and all experts."""
+        import torch
+
+        router = experts.router if experts.shared_gate is None else torch.cat([experts.router, experts.shared_gate])
+        scales = self.tunings.get((layer, "gate_up"), InputTuning(None, None)).scales
+        if scales is not None:  # powers of two: exact
+            router = router * torch.from_numpy(scales).to(router.dtype)
+        rows = _Rows(Projection(router, None))
+        self._set(layer, "router", rows.addresses, rows.depth, None)
+        half = experts.gate_up.shape[1] // 2
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            gate, up = Projection(gate_up[:half], None), Projection(gate_up[half:], None)
+            self.pack_gated(layer, gate, up, name="expert_gate_up", expert=expert)
+            rows = _Rows(Projection(down, None))
+            self._set(layer, "expert_down", rows.addresses, rows.depth, None, expert)
+
     def pack(self, layer: int, name: str, *projections: Projection) -> None:
         """Pack the rows of all projections as one matrix."""
         import numpy as np
@@ -175,7 +202,15 @@ class _Packer:
             )
         self._set(layer, name, np.concatenate([part.addresses for part in parts]), parts[0].depth, bias)
 
-    def pack_gated(self, layer: int, gate_projection: Projection, up_projection: Projection) -> None:
+    def pack_gated(
+        self,
+        layer: int,
+        gate_projection: Projection,
+        up_projection: Projection,
+        *,
+        name: str = "gate_up",
+        expert: int = 0,
+    ) -> None:
         """A panel is 32 gate and 32 up columns: the product of a pair is formed where both were computed."""
         import numpy as np
 
@@ -188,7 +223,7 @@ class _Packer:
             if source.bias is not None:
                 biases[:, side] = _padded(source.bias, panels * 32).reshape(panels, 32)
         has_bias = gate.bias is not None or up.bias is not None
-        self._set(layer, "gate_up", rows.reshape(-1), gate.depth, biases.reshape(-1) if has_bias else None)
+        self._set(layer, name, rows.reshape(-1), gate.depth, biases.reshape(-1) if has_bias else None, expert)
 
     def _set(
         self,
@@ -197,15 +232,18 @@ class _Packer:
         addresses: npt.NDArray[np.uint64],
         depth: int,
         bias: npt.NDArray[np.float32] | None,
+        expert: int = 0,
     ) -> None:
-        tuning = self.tunings.get((layer, name), InputTuning(None, None))
+        source = "gate_up" if name == "expert_gate_up" else name
+        tuning = self.tunings.get((layer, source), InputTuning(None, None))
         self.native.set_linear(
             layer,
             name,
             addresses,
             depth,
             source_format=self.source_format,
-            weight_format=self.weight_format,
+            weight_format=self.source_format if name == "router" else self.weight_format,
+            expert=expert,
             bias=bias,
             input_scales=tuning.scales,
             importance=tuning.importance,

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import aiocb
-from aiocb.model.families import LayerDescription, ModelDescription, Projection
+from aiocb.model.families import Experts, LayerDescription, ModelDescription, Projection
 from aiocb.sampling_params import ModelDefaults
 
 if TYPE_CHECKING:
@@ -134,9 +134,10 @@ def _decoded(value: Any, weights: Mapping[str, Tensor], vectors: Mapping[str, Te
             return vectors[item]
         if key == "tuple":
             return tuple(_decoded(item, weights, vectors))
-        kind = {"ModelDescription": ModelDescription, "LayerDescription": LayerDescription, "Projection": Projection}
-        if key in kind:
-            return kind[key](**_decoded(item, weights, vectors))
+        kinds = (ModelDescription, LayerDescription, Projection, Experts)
+        kind: Any = next((kind for kind in kinds if kind.__name__ == key), None)
+        if kind is not None:
+            return kind(**_decoded(item, weights, vectors))
     return {key: _decoded(item, weights, vectors) for key, item in value.items()}
 
 

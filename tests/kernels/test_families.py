@@ -31,6 +31,7 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64, "rope_theta": 1e4,
 }  # fmt: skip
+MIXTURE = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -80,6 +81,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": 30, "use_bias": True}),
     "stablelm": ("StableLm", {}),
     "stablelm-parallel": ("StableLm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 21}),
+    "qwen2_moe": ("Qwen2Moe", MIXTURE | {"shared_expert_intermediate_size": 80}),
+    "qwen2_moe-mixed": ("Qwen2Moe", MIXTURE | {"shared_expert_intermediate_size": 144, "decoder_sparse_step": 2}),
+    "qwen3_moe": ("Qwen3Moe", MIXTURE | {"head_dim": 32, "norm_topk_prob": True}),
+    "qwen3_moe-mixed": ("Qwen3Moe", MIXTURE | {"head_dim": 16, "mlp_only_layers": [0]}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 70}),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 6.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.11,
+        },
+    ),
     "gpt_neox": ("GPTNeoX", {"use_parallel_residual": True}),
     "gpt_neox-serial": ("GPTNeoX", {"use_parallel_residual": False}),
 }
@@ -90,7 +109,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     fields = BASE | extra | changes
     config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
     config = getattr(transformers, config_name)(**fields)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).eval()
     with torch.no_grad():

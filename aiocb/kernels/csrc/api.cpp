@@ -238,6 +238,20 @@ bool grow(Handle* handle, int tokens, int outputs) {
     const int64_t wanted = tokens > outputs ? tokens : outputs, own = threads * kInt8OwnRows;
     handle->int8.rows = take((wanted > own ? wanted : own) * handle->int8.row_stride);
   }
+  if (c.num_experts) {
+    const int64_t pairs = int64_t(tokens) * c.num_chosen;
+    b.router_stride = (c.num_experts + 1 + 15) / 16 * 16;
+    b.expert_places_stride = (c.num_experts + 1 + 2 * pairs + 15) / 16 * 16;
+    b.expert_row_stride = b.hidden_stride > handle->int8.row_stride ? b.hidden_stride : handle->int8.row_stride;
+    b.expert_activated_stride = stride(c.expert_size);
+    b.router_scores = reinterpret_cast<float*>(take(tokens * b.router_stride * 4));
+    b.expert_weights = reinterpret_cast<float*>(take(pairs * 4));
+    b.chosen_experts = reinterpret_cast<int32_t*>(take(pairs * 4));
+    b.expert_places = reinterpret_cast<int32_t*>(take(threads * b.expert_places_stride * 4));
+    b.expert_rows = take(pairs * b.expert_row_stride);
+    b.expert_activated = take(pairs * b.expert_activated_stride);
+    b.expert_results = reinterpret_cast<float*>(take(pairs * c.hidden_size * 4));
+  }
   b.best_values = reinterpret_cast<float*>(take(threads * outputs * 4));
   b.best_ids = reinterpret_cast<int32_t*>(take(threads * outputs * 4));
   if (!ok) return false;
@@ -265,6 +279,14 @@ int check(Handle* handle, const StepArgs& a) {
   for (int o = 0; o < a.num_outputs; ++o)
     if (a.output_rows[o] < 0 || a.output_rows[o] >= a.num_tokens)
       return fail(handle, kBadOutput, "output %ld is row %ld of %ld", o, a.output_rows[o], a.num_tokens);
+  for (int l = 0; l < c.num_layers; ++l) {
+    const Layer& layer = handle->plain.layers[l];
+    if (!layer.experts) continue;
+    if (layer.experts->num_missing)
+      return fail(handle, kBadShape, "layer %ld lacks %ld linears of its experts", l, layer.experts->num_missing);
+    if ((layer.down.data != nullptr) != (layer.experts->router.columns > c.num_experts))
+      return fail(handle, kBadShape, "layer %ld: a shared expert without a gate, or a gate without one", l);
+  }
   std::vector<int> windows(size_t(c.num_groups), -1);
   for (int l = 0; l < c.num_layers; ++l) {  // the widest view of the layers that share a group
     const Layer& layer = handle->plain.layers[l];
@@ -325,10 +347,18 @@ void plan_attention(Handle* handle, const StepArgs& a) {
   handle->plain.buffers.row_positions = handle->positions.data();
 }
 
+constexpr int kRouterSlot = 5, kExpertSlot = 6;  // then gate_up and down of each expert in turn
+
 Linear* linear_slot(Handle* handle, int layer, int slot) {
   if (slot == 4) return &handle->plain.head;
   if (layer < 0 || layer >= handle->plain.config.num_layers) return nullptr;
   Layer& l = handle->plain.layers[layer];
+  if (slot >= kRouterSlot) {
+    if (!l.experts || slot >= kExpertSlot + 2 * handle->plain.config.num_experts) return nullptr;
+    if (slot == kRouterSlot) return &l.experts->router;
+    return (slot - kExpertSlot) % 2 ? &l.experts->down[(slot - kExpertSlot) / 2]
+                                    : &l.experts->gate_up[(slot - kExpertSlot) / 2];
+  }
   Linear* const slots[] = {&l.qkv, &l.out, &l.gate_up, &l.down};
   return slot >= 0 && slot < 4 ? slots[slot] : nullptr;
 }
@@ -373,6 +403,32 @@ int prepare_linear(Handle* handle, Linear* linear, int format, int columns, int 
   return linear->data && (format != kInt8 || linear->extra) ? kOk : kNoMemory;
 }
 
+// The layer becomes a mixture of experts with the first linear of one.
+bool add_experts(Handle* handle, int layer) {
+  const int count = handle->plain.config.num_experts;
+  if (layer < 0 || layer >= handle->plain.config.num_layers || !count) return false;
+  Layer& l = handle->plain.layers[layer];
+  if (l.experts) return true;
+  Experts* experts = reinterpret_cast<Experts*>(handle->keep(sizeof(Experts)));
+  Linear* linears = reinterpret_cast<Linear*>(handle->keep(int64_t(sizeof(Linear)) * 2 * count));
+  Int8Linear* extras = reinterpret_cast<Int8Linear*>(handle->keep(int64_t(sizeof(Int8Linear)) * 2 * count));
+  if (!experts || !linears || !extras) return false;
+  for (int i = 0; i < 2 * count; ++i) linears[i].extra = extras + i;  // used if it becomes int8
+  *experts = {{}, linears, linears + count, -1, 2 * count + 1};
+  l.experts = experts;
+  return true;
+}
+
+// What the step takes for granted of linears that share buffers.
+bool is_right_shape(const Config& c, int slot, int columns, int depth, int format) {
+  if (slot == 3 && depth > c.intermediate_size) return false;
+  if (slot < kRouterSlot) return true;
+  if (slot == kRouterSlot)
+    return (columns == c.num_experts || columns == c.num_experts + 1) && depth == c.hidden_size && format == c.format;
+  if ((slot - kExpertSlot) % 2) return columns == c.hidden_size && depth == c.expert_size;
+  return columns == (c.expert_size + kPanel / 2 - 1) / (kPanel / 2) * kPanel && depth == c.hidden_size;
+}
+
 char* block_address(Handle* handle, int group, int layer, int block, int64_t* bytes) {
   const Config& c = handle->plain.config;
   if (group < 0 || group >= c.num_groups) return nullptr;
@@ -396,6 +452,9 @@ AIOCB_API Handle* aiocb_create(const Config* config, const char* level, int num_
   const Level* chosen = find_level(level);
   if (!chosen || config->num_kv_heads < 1 || config->num_heads % config->num_kv_heads || config->head_dim % 16 ||
       config->head_dim > kMaxHeadDim || config->rotary_dim > config->head_dim || config->rotary_dim % 2)
+    return nullptr;
+  if (config->num_experts && (config->num_chosen < 1 || config->num_chosen > config->num_experts ||
+                              config->expert_size < 1 || config->is_parallel || !config->is_gated))
     return nullptr;
   Handle* handle = new Handle;
   handle->plain.config = *config;
@@ -447,9 +506,21 @@ AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int slot, const float*
 AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* const* rows, int columns, int depth,
                                int source_format, int format, const float* bias, const float* input_scales,
                                const float* importance) {
+  if (slot >= kRouterSlot && !add_experts(handle, layer))
+    return fail(handle, kBadShape, "no experts in layer %ld", layer);
   Linear* linear = linear_slot(handle, layer, slot);
   if (!linear) return fail(handle, kBadShape, "no linear %ld in layer %ld", slot, layer);
+  if (!is_right_shape(handle->plain.config, slot, columns, depth, format))
+    return fail(handle, kBadShape, "linear %ld of %ld columns, depth %ld", slot, columns, depth);
+  const bool is_new = !linear->data;
+  if (slot >= kExpertSlot) {
+    int32_t& common = handle->plain.layers[layer].experts->format;
+    if (common < 0) common = format;
+    if (format != common || (format != kInt8 && format != handle->plain.config.format))
+      return fail(handle, kBadShape, "linear %ld has format %ld, the layer's experts %ld", slot, format, common);
+  }
   if (int code = prepare_linear(handle, linear, format, columns, depth)) return code;
+  if (slot >= kRouterSlot && is_new) --handle->plain.layers[layer].experts->num_missing;
   std::vector<const char*> padded(size_t(linear->panels) * kPanel, nullptr);
   std::memcpy(padded.data(), rows, size_t(columns) * sizeof(char*));
   struct Context {
@@ -471,9 +542,15 @@ AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* 
   return kOk;
 }
 
-// From now on, add the squares of what enters an int8 linear to `squares` [depth]; null ends it.
+// From now on, add the squares of what enters an int8 linear to `squares` [depth]; null ends it. The gate_up of a layer
+// with experts stands for all of them, which read the same rows.
 AIOCB_API int aiocb_record_inputs(Handle* handle, int layer, int slot, float* squares) {
   Linear* linear = linear_slot(handle, layer, slot);
+  if (linear && slot == 2 && handle->plain.layers[layer].experts) {
+    for (int e = 0; e < handle->plain.config.num_experts; ++e)
+      if (int code = aiocb_record_inputs(handle, layer, kExpertSlot + 2 * e, squares)) return code;
+    if (!linear->data) return kOk;
+  }
   if (!linear || linear->format != kInt8) return fail(handle, kBadShape, "linear %ld of layer %ld is not int8", slot, layer);
   static_cast<Int8Linear*>(linear->extra)->squares = squares;
   return kOk;

@@ -3,6 +3,7 @@
 // Compiled once per level with AIOCB_ISA set to its name; api.cpp chooses one at run time. A step is one parallel region
 // of a few stages per layer with a barrier between them; every stage cuts its work so that no output has two owners.
 #include "attention.h"
+#include "experts.h"
 #include "gemm.h"
 #include "generic.h"
 #include "gemm_int8.h"
@@ -143,6 +144,47 @@ struct Step {
       run_attention<F>(model, args, layer, buffers.items[i], scratch);
   }
 
+  // Rows that are padded to whole k steps of `down` are zero there: so are the weights that make them.
+  void gate_up(const Layer& layer, const char* a) const {
+    ActivationEpilogue<E> activation = {buffers.activated, buffers.activated_stride, layer.down.depth,
+                                        layer.gate_up.bias, c.activation, c.is_gated != 0};
+    run_linear<F>(layer.gate_up, a, buffers.hidden_stride, args.num_tokens, first_panel(layer.down, thread, num_threads),
+                  thread, num_threads, activation);
+  }
+
+  // The experts of rows that are normed and routed; `next` as in run_linear.
+  void mix(const Layer& layer, const char* next, Clock& clock) const {
+    const Mixture<F> mixture(model, *layer.experts, args.num_tokens, thread, num_threads);
+    mixture.gather();
+    pool_barrier(model.pool);
+    clock.lap(kRows);
+
+    const bool has_shared = layer.down.data != nullptr;
+    if (has_shared) gate_up(layer, buffers.normed);
+    mixture.gate_up();
+    pool_barrier(model.pool);
+    if (mixture.is_int8()) {
+      mixture.quantize();
+      pool_barrier(model.pool);
+    }
+    clock.lap(kGateUp);
+
+    if (has_shared) {
+      StoreEpilogue keep = {buffers.branch, c.hidden_size, c.hidden_size, layer.down.bias};
+      run_linear<F>(layer.down, buffers.activated, buffers.activated_stride, args.num_tokens,
+                    first_panel(layer.experts->down[0], thread, num_threads), thread, num_threads, keep);
+    }
+    mixture.down(next);
+    pool_barrier(model.pool);
+    for (int row = rows.begin; row < rows.end; ++row) {
+      float* branch = buffers.branch + int64_t(row) * c.hidden_size;
+      if (layer.post_mlp.weight) mixture.join(row, has_shared ? branch : nullptr, 1.0f, nullptr, branch);
+      else mixture.join(row, has_shared ? branch : nullptr, c.residual_scale, x(row), x(row));
+    }
+    join_branch(layer.post_mlp);
+    clock.lap(kDown);
+  }
+
   void logits() const {
     const Share share = share_of(args.num_outputs, thread, num_threads);
     for (int i = share.begin; i < share.end; ++i)
@@ -208,14 +250,16 @@ struct Step {
       if (!c.is_parallel) {
         join_branch(layer.post_attention);
         norm_rows(layer.mlp);
+        if (layer.experts) route_rows<F>(model, *layer.experts, rows.begin, rows.end);
         pool_barrier(pool);
         clock.lap(kRows);
       }
 
-      ActivationEpilogue<E> activation = {buffers.activated, buffers.activated_stride, c.intermediate_size,
-                                          layer.gate_up.bias, c.activation, c.is_gated != 0};
-      run_linear<F>(layer.gate_up, c.is_parallel ? buffers.normed_mlp : buffers.normed, buffers.hidden_stride,
-                 args.num_tokens, first_panel(layer.down, thread, num_threads), thread, num_threads, activation);
+      if (layer.experts) {
+        mix(layer, first_panel(after, thread, num_threads), clock);
+        continue;
+      }
+      gate_up(layer, c.is_parallel ? buffers.normed_mlp : buffers.normed);
       pool_barrier(pool);
       clock.lap(kGateUp);
 

@@ -37,8 +37,18 @@ struct Norm {
   float* bias;        // layer norm only
 };
 
+// A mixture of experts in place of an MLP. The MLP's own linears, where packed, are an expert that every row passes: its
+// gate is one more column of the router.
+struct Experts {
+  Linear router;
+  Linear *gate_up, *down;  // [experts]
+  int32_t format;          // of the experts; the router has the model's
+  int32_t num_missing;     // linears that are not packed yet
+};
+
 struct Layer {
   Linear qkv, out, gate_up, down;
+  Experts* experts;   // null: an MLP
   Norm input, post_attention, mlp, post_mlp, q, k;
   float* sinks;       // [H] or null
   int32_t window;     // 0: full attention
@@ -53,6 +63,8 @@ struct Config {
   int32_t format;     // of weights, activations and cache: kF32 or kBf16
   int32_t activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, is_interleaved, num_groups, num_ropes;
   int32_t embedding_format;
+  int32_t num_experts, num_chosen, expert_size;  // of each mixture; experts of a row; intermediate size of one expert
+  int32_t is_renormalised;                       // weights of the chosen experts add up to one
   float norm_eps, embedding_scale, residual_scale, logit_scale, attention_softcap, logit_softcap;
 };
 
@@ -95,6 +107,11 @@ struct Buffers {
   float* best_values;             // [threads][outputs]
   int32_t* best_ids;
   int32_t* row_positions;         // [T]
+  float *router_scores, *expert_weights, *expert_results;  // see experts.h
+  int32_t *chosen_experts, *expert_places;
+  char *expert_rows, *expert_activated;
+  int64_t router_stride, expert_places_stride;             // elements
+  int64_t expert_row_stride, expert_activated_stride;      // bytes
   int64_t hidden_stride, attended_stride, activated_stride;  // bytes of one activation row
 };
 
