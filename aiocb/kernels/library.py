@@ -157,6 +157,13 @@ class Library:
         return rate
 
 
+def _slot(name: str, expert: int) -> int:
+    """The C interface's number of a linear."""
+    if expert < 0 or (expert and not name.startswith("expert_")):
+        raise KernelError(f"there is no expert {expert} of {name!r}")
+    return LINEARS[name] + 2 * expert
+
+
 class NativeModel:
     """Weights, cache and thread pool of one model in native memory.
 
@@ -253,7 +260,7 @@ class NativeModel:
             self._calls.aiocb_set_linear(
                 self.handle,
                 layer,
-                LINEARS[name] + 2 * expert,
+                _slot(name, expert),
                 rows.ctypes.data,
                 len(rows),
                 depth,

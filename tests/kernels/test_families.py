@@ -149,7 +149,7 @@ def test_greedy_tokens_equal_transformers(library: Library, name: str) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "mixtral", "qwen2_moe-mixed", "olmoe", "granitemoe"])
 def test_every_level_passes_the_probe(library: Library, level: str, name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         runner_of(make(name, dtype), library=library, level=level).close()
@@ -171,6 +171,14 @@ def test_reasons() -> None:
     hooked = make("llama")
     hooked.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)
     assert "hooks" in reason(hooked)
+    for part in ("gate", "experts"):
+        hooked = make("mixtral")
+        getattr(hooked.model.layers[1].mlp, part).register_forward_hook(lambda *_: None)
+        assert "hooks" in reason(hooked)
+    assert "clipped" in reason(make("olmoe", clip_qkv=1.0))
+    biased = make("qwen3_moe")
+    biased.model.layers[2].mlp.experts.down_proj_bias = nn.Parameter(torch.zeros(9, 64))
+    assert "down_proj_bias" in reason(biased)
     wrapped = make("llama")
     wrapped.lm_head = nn.Sequential(wrapped.lm_head)
     assert isinstance(create_native_runner(wrapped, sampler=None), str)

@@ -192,7 +192,7 @@ def test_tune() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "gpt_neox", "mixtral", "qwen2_moe-mixed", "olmoe"])
 def test_whole_steps_alone_batched_chunked(library: Library, name: str, dtype: torch.dtype) -> None:
     """Bit for bit; post-norms, parallel branches, biases and plain MLPs included. The probe at load has passed, too."""
     runner = runner_of(make(name, dtype), library=library, quantization="int8")
@@ -205,7 +205,8 @@ def test_whole_steps_alone_batched_chunked(library: Library, name: str, dtype: t
     runner.close()
 
 
-def test_smoothing_helps_where_a_channel_is_large(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "qwen2_moe"])  # what feeds experts feeds their router, too
+def test_smoothing_helps_where_a_channel_is_large(library: Library, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A model whose embedding has outlier channels: closer to its own forward with smoothing than without."""
     model = make("llama", torch.bfloat16)
     with torch.no_grad():

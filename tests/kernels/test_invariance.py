@@ -48,7 +48,7 @@ def _record(runner: NativeRunner, prompts: list[list[int]], budget: int, seed: i
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "qwen2_moe-mixed", "olmoe"])
 def test_alone_batched_chunked(library: Library, level: str, name: str, dtype: torch.dtype) -> None:
     runner = runner_of(make(name, dtype), library=library, level=level)
     prompts = [*prompts_of(5), list(range(3, 123)) + list(range(3, 80))]

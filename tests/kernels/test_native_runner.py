@@ -134,7 +134,7 @@ def test_the_projects_sampler_becomes_native(library: Library) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "starcoder2"])  # without biases, with some, with a plain MLP
+@pytest.mark.parametrize("name", ["llama", "qwen2", "starcoder2", "qwen2_moe-mixed"])  # biases, plain MLPs, experts
 def test_weights_are_read_again(library: Library, name: str) -> None:
     model = make(name)
     runner = runner_of(model, library=library)

@@ -12,18 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import aiocb
 from aiocb import kernels
 from aiocb.model import loader, snapshot
-from aiocb.model.families import describe
+from aiocb.model.families import Experts, describe
 from aiocb.model.pretrained import Pretrained, open_pretrained
+from aiocb.sampling_params import ModelDefaults
 
 from .helpers import tiny
 from .test_loader import write_gguf
 
 CONFIG = aiocb.EngineConfig(num_blocks=64, num_threads=1)
+QWEN2_MOE = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 
 
 @pytest.fixture
@@ -163,6 +165,27 @@ def test_a_matrix_of_no_file_is_not_written_down() -> None:
     description = describe(tiny("gpt_neox", dtype=torch.float32))  # its q, k and v are sorted into a new matrix
     assert not isinstance(description, str)
     assert snapshot.encode(description, {}) is None
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_are_written_down(tmp_path: Path, name: str) -> None:
+    model = tiny(name, **({} if name == "mixtral" else QWEN2_MOE))
+    description = describe(model)
+    assert not isinstance(description, str), description
+    save_file(model.state_dict(), tmp_path / "weights")
+    encoded = snapshot.encode(description, model.state_dict())
+    assert encoded is not None
+    snapshot.save(tmp_path / "native", encoded, ModelDefaults(128, 512), "", None, "")
+    stored = snapshot.load(tmp_path / "native", tmp_path / "weights")
+    assert stored is not None
+    for before, after in zip(description.layers, stored.description.layers, strict=True):
+        assert isinstance(before.experts, Experts) and isinstance(after.experts, Experts)
+        for one, other in zip(before.experts, after.experts, strict=True):
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                assert torch.equal(one, other)
+            else:
+                assert one == other
+        assert (before.down is None) is (after.down is None) is (name == "mixtral")
 
 
 def test_writers_at_once_leave_a_whole_snapshot(gguf_file: Path, no_module: Any) -> None:

@@ -515,9 +515,9 @@ AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* 
   const bool is_new = !linear->data;
   if (slot >= kExpertSlot) {
     int32_t& common = handle->plain.layers[layer].experts->format;
-    if (common < 0) common = format;
-    if (format != common || (format != kInt8 && format != handle->plain.config.format))
+    if ((common >= 0 && format != common) || (format != kInt8 && format != handle->plain.config.format))
       return fail(handle, kBadShape, "linear %ld has format %ld, the layer's experts %ld", slot, format, common);
+    common = format;
   }
   if (int code = prepare_linear(handle, linear, format, columns, depth)) return code;
   if (slot >= kRouterSlot && is_new) --handle->plain.layers[layer].experts->num_missing;
