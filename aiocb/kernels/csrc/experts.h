@@ -1,7 +1,7 @@
 // Mixture of experts: every row passes k of E experts, chosen by a router.
 //
-// The T * k pairs (row, choice) are put in the order of their experts, rows ascending, so that the rows of an expert lie
-// together: they are gathered, multiplied and left where they are, and each row adds up its k results in the order of
+// The T * k pairs (row, choice) are put in the order of their experts, rows ascending, so that the rows of an expert
+// lie together: they are gathered, multiplied and left where they are, and each row adds up its k results in the order of
 // its choices. Who else chose an expert changes no result, because that of a linear's row depends on the row alone.
 //
 //   choices of T = 3 rows, k = 2:   row 0: C A   row 1: A B   row 2: C A
@@ -113,7 +113,8 @@ class Mixture {
     const char* a = is_int8() ? b_.expert_rows : b_.expert_activated;
     const int64_t stride = is_int8() ? b_.expert_row_stride : b_.expert_activated_stride;
     for_experts([&](int expert, int first, int count, int thread) {
-      StoreEpilogue keep = {b_.expert_results + int64_t(first) * c_.hidden_size, c_.hidden_size, c_.hidden_size, nullptr};
+      StoreEpilogue keep = {b_.expert_results + int64_t(first) * c_.hidden_size, c_.hidden_size, c_.hidden_size,
+                            nullptr};
       multiply(experts_.down[expert], a + first * stride, stride, count, next, thread, keep);
     });
   }
@@ -170,8 +171,8 @@ class Mixture {
 
   // Rows of an int8 linear are quantised already.
   template <class Epilogue>
-  AIOCB_INLINE void multiply(const Linear& linear, const char* a, int64_t stride, int rows, const char* next, int thread,
-                             Epilogue& epilogue) const {
+  AIOCB_INLINE void multiply(const Linear& linear, const char* a, int64_t stride, int rows, const char* next,
+                             int thread, Epilogue& epilogue) const {
     if (linear.format == kInt8) {
       const bool has_vnni = static_cast<const Int8Linear*>(linear.extra)->state->has_vnni;
       run_int8_panels(linear, best_int8_rows(has_vnni), a, stride, rows, next, thread, num_threads_, epilogue);

@@ -148,8 +148,8 @@ struct Step {
   void gate_up(const Layer& layer, const char* a) const {
     ActivationEpilogue<E> activation = {buffers.activated, buffers.activated_stride, layer.down.depth,
                                         layer.gate_up.bias, c.activation, c.is_gated != 0};
-    run_linear<F>(layer.gate_up, a, buffers.hidden_stride, args.num_tokens, first_panel(layer.down, thread, num_threads),
-                  thread, num_threads, activation);
+    run_linear<F>(layer.gate_up, a, buffers.hidden_stride, args.num_tokens,
+                  first_panel(layer.down, thread, num_threads), thread, num_threads, activation);
   }
 
   // The experts of rows that are normed and routed; `next` as in run_linear.

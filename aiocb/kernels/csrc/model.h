@@ -37,8 +37,8 @@ struct Norm {
   float* bias;        // layer norm only
 };
 
-// A mixture of experts in place of an MLP. The MLP's own linears, where packed, are an expert that every row passes: its
-// gate is one more column of the router.
+// A mixture of experts in place of an MLP. The MLP's own linears, where packed, are an expert that every row passes:
+// its gate is one more column of the router.
 struct Experts {
   Linear router;
   Linear *gate_up, *down;  // [experts]
