@@ -435,7 +435,7 @@ char* block_address(Handle* handle, int group, int layer, int block, int64_t* by
   const Group& g = handle->plain.groups[group];
   if (block < 0 || block >= g.num_blocks) return nullptr;
   *bytes = int64_t(c.num_kv_heads) * 2 * kPageSize * c.head_dim * handle->element();
-  return g.pool + (int64_t(layer) * g.num_blocks + block) * *bytes;
+  return g.pool + layer * g.layer_bytes + block * *bytes;
 }
 
 }  // namespace
@@ -563,9 +563,14 @@ AIOCB_API int aiocb_set_group(Handle* handle, int group, int num_blocks, int num
     return fail(handle, kBadShape, "group %ld: %ld blocks of %ld layers", group, num_blocks, num_layers);
   const Config& c = handle->plain.config;
   const int64_t block = int64_t(c.num_kv_heads) * 2 * kPageSize * c.head_dim * handle->element();
-  char* pool = handle->keep(block * num_blocks * num_layers);
+  // A block is first used in all layers at once, and now and then that is the first touch of a huge page. Layers are
+  // shifted against each other, so that this happens to one of them at a time: to all in one step would be felt.
+  const int64_t huge = int64_t(kHugePage), wanted = huge / num_layers / 4096 * 4096;
+  const int64_t shift = ((wanted - block * num_blocks) % huge + huge) % huge;
+  const int64_t layer_bytes = block * num_blocks + (block * num_blocks < huge ? 0 : shift);
+  char* pool = handle->keep(layer_bytes * num_layers);
   if (!pool) return fail(handle, kNoMemory, "no memory for a cache of %ld blocks", num_blocks);
-  handle->plain.groups[group] = {num_blocks, num_layers, pool};
+  handle->plain.groups[group] = {num_blocks, num_layers, layer_bytes, pool};
   return kOk;
 }
 

@@ -193,7 +193,7 @@ AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const 
   const int32_t* table = args.tables[layer.group] + args.table_offsets[layer.group][item.sequence];
   const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E);
   const int64_t block_bytes = 2 * page_bytes * kv_heads;
-  const char* base = cache.pool + int64_t(layer.group_layer) * cache.num_blocks * block_bytes;
+  const char* base = cache.pool + layer.group_layer * cache.layer_bytes;
   const int rows = item.num_tokens * group;
   const int blocks = (rows + kAttentionRows - 1) / kAttentionRows;
   const int start = args.starts[item.sequence] + item.first_token;  // position of the tile's first token

@@ -142,7 +142,7 @@ AIOCB_API int aiocb_attention_run(Generic* generic, const PagedCall* call) {
   Config& c = paged.model.config;
   c.num_heads = call->num_heads, c.num_kv_heads = call->num_kv_heads, c.head_dim = call->head_dim;
   c.format = call->format, c.attention_softcap = call->softcap;
-  paged.group = {call->num_blocks, 1, call->pool};
+  paged.group = {call->num_blocks, 1, 0, call->pool};
   paged.model.groups = &paged.group;
   paged.model.pool = generic->pool;
   Buffers& b = paged.model.buffers;

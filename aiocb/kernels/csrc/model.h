@@ -70,7 +70,8 @@ struct Config {
 
 struct Group {
   int32_t num_blocks, num_layers;
-  char* pool;         // [num_layers][num_blocks][K][K page, V page]
+  int64_t layer_bytes;  // from one layer's blocks to the next one's
+  char* pool;           // [num_layers][num_blocks][K][K page, V page]
 };
 
 struct Rope {

@@ -94,7 +94,7 @@ AIOCB_INLINE void prefetch_place(const Model& model, const Layer& layer, int pos
   const Config& c = model.config;
   const Group& cache = model.groups[layer.group];
   const int64_t page_bytes = int64_t(kPageSize) * c.head_dim * sizeof(typename F::Element);
-  const char* pages = cache.pool + (int64_t(layer.group_layer) * cache.num_blocks + block) * c.num_kv_heads * 2 * page_bytes;
+  const char* pages = cache.pool + layer.group_layer * cache.layer_bytes + int64_t(block) * c.num_kv_heads * 2 * page_bytes;
   const int64_t value = int64_t(position % kPageSize / F::kStep) * c.head_dim * 4;
   for (int h = 0; h < c.num_kv_heads; ++h, pages += 2 * page_bytes) {
     for (int d = 0; d < c.head_dim / F::kStep; ++d) __builtin_prefetch(pages + d * 64, 1, 2);
@@ -131,7 +131,7 @@ AIOCB_INLINE void place_token(const Model& model, const Layer& layer, int token,
   }
   const Group& cache = model.groups[layer.group];
   const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E);
-  char* pages = cache.pool + (int64_t(layer.group_layer) * cache.num_blocks + block) * kv_heads * 2 * page_bytes;
+  char* pages = cache.pool + layer.group_layer * cache.layer_bytes + int64_t(block) * kv_heads * 2 * page_bytes;
   const int slot = position % kPageSize;
   constexpr int step = F::kStep;
   for (int h = 0; h < kv_heads; ++h, pages += 2 * page_bytes) {
