@@ -21,7 +21,7 @@ def _addresses(weight: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "depth"), [(64, 32), (100, 96), (210, 50)])
+@pytest.mark.parametrize(("columns", "depth"), [(64, 32), (100, 96), (210, 50), (70, 2600)])
 def test_linear(library: Library, level: str, dtype: str, columns: int, depth: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(columns, depth).to(DTYPES[dtype])

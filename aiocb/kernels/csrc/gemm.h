@@ -22,14 +22,23 @@ constexpr int kStreamAhead = 4096;  // bytes; Sapphire Rapids: 31 instead of 19 
 constexpr int kStreamAhead = 1024;
 #endif
 
-// Sums of `R` rows and `V * 16` columns of one panel, with `lines` cache lines of `ahead` prefetched per k step. With
-// `keeps` the weights are left in `kept` as floats on the way, [k][64 columns].
+// What a tile does besides: `lines` cache lines of `ahead` are asked for per k step; `continues` adds to the sums that
+// are there, of the steps before; with `kept` the weights are left there as floats, [k][64 columns].
+struct Aside {
+  const char* ahead;
+  int lines;
+  bool continues;
+  float* kept;
+};
+
+// Sums of `R` rows and `V * 16` columns of one panel.
 template <class F, int R, int V, bool keeps>
-AIOCB_INLINE void compute_part(const char* a, int64_t a_stride, const char* b, int steps, const char* ahead, int lines,
-                               float* kept, float* out) {
+AIOCB_INLINE void compute_part(const char* a, int64_t a_stride, const char* b, int steps, Aside aside, float* out) {
+  const char* ahead = aside.ahead;
+  float* kept = aside.kept;
   F16 acc[R][V];
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
-    AIOCB_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = zero();
+    AIOCB_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = aside.continues ? load(out + r * kPanel + v * 16) : zero();
   for (int k = 0; k < steps; ++k) {
     AIOCB_UNROLL for (int half = 0; half < F::kHalves; ++half) {
       typename F::B weights[V];
@@ -45,8 +54,8 @@ AIOCB_INLINE void compute_part(const char* a, int64_t a_stride, const char* b, i
     }
     a += wide_bytes<F>();
     b += kPanel * 4;
-    for (int line = 0; line < lines; ++line) prefetch_l2(ahead + line * 64);
-    ahead += lines * 64;
+    for (int line = 0; line < aside.lines; ++line) prefetch_l2(ahead + line * 64);
+    ahead += aside.lines * 64;
   }
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
     AIOCB_UNROLL for (int v = 0; v < V; ++v) store(out + r * kPanel + v * 16, acc[r][v]);
@@ -54,20 +63,22 @@ AIOCB_INLINE void compute_part(const char* a, int64_t a_stride, const char* b, i
 
 template <class F, int R, bool keeps>
 __attribute__((noinline)) void compute_tile(const char* a, int64_t a_stride, const char* b, int steps,
-                                            const char* ahead, int lines, float* kept, float* out) {
+                                            const Aside& aside, float* out) {
   // One row alone would wait for its own sums: twice the columns keep the multipliers busy.
   constexpr int kWidth = R == 1 && kVectors == 1 ? 2 : kVectors;
   for (int part = 0; part < kPanel / 16; part += kWidth)
-    compute_part<F, R, kWidth, keeps>(a, a_stride, b + part * 64, steps, ahead, part ? 0 : lines, kept + part * 16,
+    compute_part<F, R, kWidth, keeps>(a, a_stride, b + part * 64, steps,
+                                      {aside.ahead, part ? 0 : aside.lines, aside.continues,
+                                       keeps ? aside.kept + part * 16 : nullptr},
                                       out + part * 16);
 }
 
 template <class F, bool keeps = false>
-AIOCB_INLINE void compute_rows(int rows, const char* a, int64_t a_stride, const char* b, int steps, const char* ahead,
-                               int lines, float* out, float* kept = nullptr) {
-#define AIOCB_CASE(n)                                                                                             \
-  case n:                                                                                                         \
-    if constexpr (n <= kMaxRows) compute_tile<F, n, keeps>(a, a_stride, b, steps, ahead, lines, kept, out);       \
+AIOCB_INLINE void compute_rows(int rows, const char* a, int64_t a_stride, const char* b, int steps, const Aside& aside,
+                               float* out) {
+#define AIOCB_CASE(n)                                                                                 \
+  case n:                                                                                             \
+    if constexpr (n <= kMaxRows) compute_tile<F, n, keeps>(a, a_stride, b, steps, aside, out);        \
     return
   switch (rows) {
     AIOCB_CASE(1);
@@ -92,47 +103,12 @@ AIOCB_INLINE const char* first_panel(const Linear& linear, int thread, int num_t
   return linear.data + (int64_t(linear.panels) * thread / num_threads) * linear.panel_bytes;
 }
 
-// Compute this thread's share. `next` is where the thread's next stage begins to read (prefetched during the last panel).
-// epilogue(first_row, rows, panel, sums[rows][64]) owns those outputs: no other thread sees them in this stage.
-//
-// The share is a contiguous range of (panel, row block) pairs, panel-major: the threads are balanced to one row block
-// even when the panels do not divide, and a panel stays in L2 while the rows pass over it.
-template <class F, class Epilogue>
-AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                             int thread, int num_threads, Epilogue& epilogue) {
-  alignas(64) float sums[kMaxRows * kPanel];
-  const int blocks = (rows + kMaxRows - 1) / kMaxRows;
-  const int64_t total = int64_t(linear.panels) * blocks;
-  const int64_t begin = total * thread / num_threads, end = total * (thread + 1) / num_threads;
-  const int steps = linear.depth / F::kStep;
-  // Several row blocks: the next panel arrives in L2 piece by piece while this one is reused, 2 lines a step by two
-  // blocks or 1 by each of four. One block reads every weight once: a plain stream, asked for a kilobyte ahead. Fetching
-  // the next panel there would break the processor's own streams (measured: 31 instead of 51 GB/s).
-  const int lines = blocks == 1 ? 4 : blocks < 4 ? 2 : 1;
-  for (int64_t item = begin; item < end; ++item) {
-    const int panel = int(item / blocks), block = int(item % blocks);
-    int first, count;
-    even_block(rows, blocks, block, &first, &count);
-    const char* b = linear.data + panel * linear.panel_bytes;
-    if (blocks == 1) {
-      compute_rows<F>(count, a, a_stride, b, steps, b + kStreamAhead, lines, sums);
-      epilogue(first, count, panel, sums);
-      continue;
-    }
-    const char* ahead = (item - block + blocks < end) ? b + linear.panel_bytes : next;
-    const bool fetches = ahead != nullptr && block * lines < 4;
-    compute_rows<F>(count, a + first * a_stride, a_stride, b, steps,
-                    fetches ? ahead + int64_t(block) * lines * steps * 64 : b, fetches ? lines : 0, sums);
-    epilogue(first, count, panel, sums);
-  }
-}
-
-// ---- pairs multiplied as floats ---------------------------------------------------------------------------------
-
-constexpr int kWideRows = 132;  // rows that are wide at a time: with a panel they fit the second-level cache
+constexpr int kGroupRows = 132;               // rows that pass over a panel together
+constexpr int kChunkBytes = 256 << 10;        // of a panel: it stays in the second-level cache while the rows pass
+constexpr int kStepBytes = kPanel * 4;
 
 // At least `bytes` of this thread's own, kept from call to call.
-inline char* wide_memory(size_t bytes) {
+inline char* thread_memory(size_t bytes) {
   struct Memory {
     std::unique_ptr<char[]> data;
     size_t size = 0;
@@ -148,48 +124,90 @@ inline void widen_row(const uint16_t* row, int depth, float* out) {
   for (; i < depth; ++i) out[i] = bf16_to_float(row[i]);
 }
 
-// As run_format, where a step has halves: the first tile of a panel takes its pairs apart for those that follow. Every
-// tile adds the products one after another along K, so all of them yield the same sums.
+// One of several tiles over the same `steps` of a panel, `order` being its place among `count` of them. They share out
+// what comes `ahead`, four lines a step, among the first few. Pairs are taken apart by the first tile for all others,
+// unless there are so few that keeping them costs more.
+template <class F>
+AIOCB_INLINE void compute_shared(int order, int count, int rows, const char* a, int64_t a_stride, const char* b,
+                                 int steps, const char* ahead, bool continues, float* wide, float* out) {
+  if constexpr (F::kHalves == 2) {
+    const int64_t half = int64_t(steps) * 128;
+    const bool fetches = ahead != nullptr && order < 2;
+    const Aside aside = {fetches ? ahead + order * half : b, fetches ? 2 : 0, continues, nullptr};
+    if (count < 3)
+      compute_rows<F>(rows, a, a_stride, b, steps, aside, out);
+    else if (order == 0)
+      compute_rows<F, true>(rows, a, a_stride, b, steps, {aside.ahead, aside.lines, continues, wide}, out);
+    else
+      compute_rows<F32Format>(rows, a, a_stride, reinterpret_cast<const char*>(wide), 2 * steps,
+                              {aside.ahead, aside.lines / 2, continues, nullptr}, out);
+  } else {
+    const int lines = count < 4 ? 2 : 1;
+    const bool fetches = ahead != nullptr && order * lines < 4;
+    compute_rows<F>(rows, a, a_stride, b, steps,
+                    {fetches ? ahead + int64_t(order) * lines * steps * 64 : b, fetches ? lines : 0, continues, nullptr},
+                    out);
+  }
+}
+
+// Compute this thread's share. `next` is where the thread's next stage begins to read (prefetched during the last panel).
+// epilogue(first_row, rows, panel, sums[rows][64]) owns those outputs: no other thread sees them in this stage.
+//
+// The share is a contiguous range of (panel, row block) pairs, panel-major: the threads are balanced to one row block
+// even when the panels do not divide, and a panel stays in L2 while the rows pass over it; a deep one in chunks. Sums
+// are floats between chunks as within them, and every tile adds along K in the same order.
 template <class F, class Epilogue>
-AIOCB_INLINE void run_widened(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                              int thread, int num_threads, Epilogue& epilogue) {
-  alignas(64) float sums[kMaxRows * kPanel];
-  const int depth = linear.depth, chunks = (rows + kWideRows - 1) / kWideRows;
-  const int64_t stride = (int64_t(depth) * 4 + 63) / 64 * 64 + kRowPad, panel_bytes = int64_t(depth) * kPanel * 4;
-  char* wide_panel = wide_memory(size_t(panel_bytes + (rows + chunks - 1) / chunks * stride));
-  char* wide_rows = wide_panel + panel_bytes;
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    int chunk_first, chunk_rows;
-    even_block(rows, chunks, chunk, &chunk_first, &chunk_rows);
-    for (int r = 0; r < chunk_rows; ++r)
-      widen_row(reinterpret_cast<const uint16_t*>(a + (chunk_first + r) * a_stride), depth,
-                reinterpret_cast<float*>(wide_rows + r * stride));
-    const int blocks = (chunk_rows + kMaxRows - 1) / kMaxRows;
+AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
+                             int thread, int num_threads, Epilogue& epilogue) {
+  alignas(64) float sums[kGroupRows * kPanel];
+  const int steps = linear.depth / F::kStep, groups = (rows + kGroupRows - 1) / kGroupRows;
+  const int chunks = (steps * kStepBytes * F::kHalves + kChunkBytes - 1) / kChunkBytes;
+  const int64_t wide_stride = (int64_t(linear.depth) * 4 + 63) / 64 * 64 + kRowPad;
+  const int64_t wide_bytes_of_chunk = int64_t((steps + chunks - 1) / chunks) * kStepBytes * 2;
+  char* memory = nullptr;
+  if (F::kHalves == 2) memory = thread_memory(size_t(wide_bytes_of_chunk + (rows + groups - 1) / groups * wide_stride));
+  for (int group = 0; group < groups; ++group) {
+    int group_first, group_rows;
+    even_block(rows, groups, group, &group_first, &group_rows);
+    const char* group_a = a + group_first * a_stride;
+    int64_t stride = a_stride;
+    if constexpr (F::kHalves == 2) {
+      char* wide_rows = memory + wide_bytes_of_chunk;
+      for (int r = 0; r < group_rows; ++r)
+        widen_row(reinterpret_cast<const uint16_t*>(group_a + r * a_stride), linear.depth,
+                  reinterpret_cast<float*>(wide_rows + r * wide_stride));
+      group_a = wide_rows, stride = wide_stride;
+    }
+    const int blocks = (group_rows + kMaxRows - 1) / kMaxRows;
     const int64_t total = int64_t(linear.panels) * blocks;
     const int64_t begin = total * thread / num_threads, end = total * (thread + 1) / num_threads;
-    const char* after = chunk + 1 < chunks ? linear.data + begin / blocks * linear.panel_bytes : next;
-    for (int64_t item = begin; item < end; ++item) {
-      const int panel = int(item / blocks), block = int(item % blocks);
+    const char* after = group + 1 < groups ? linear.data + begin / blocks * linear.panel_bytes : next;
+    for (int64_t panel = begin / blocks; panel * blocks < end; ++panel) {
       const char* b = linear.data + panel * linear.panel_bytes;
-      int first, count;
-      even_block(chunk_rows, blocks, block, &first, &count);
-      const char* own = wide_rows + first * stride;
       if (blocks == 1) {
-        compute_rows<F>(count, own, stride, b, depth / 2, b + kStreamAhead, 4, sums);
-      } else {
-        // The next panel arrives while this one is reused: each of two blocks asks for half of it.
-        const char* ahead = item - block + blocks < end ? b + linear.panel_bytes : after;
-        const int lines = ahead != nullptr && block < 2 ? 1 : 0;
-        ahead = lines ? ahead + int64_t(block) * depth * 64 : b;
-        if (blocks == 2)  // the other block would not save what keeping costs
-          compute_rows<F>(count, own, stride, b, depth / 2, ahead, 2 * lines, sums);
-        else if (item == begin || block == 0)
-          compute_rows<F, true>(count, own, stride, b, depth / 2, ahead, 2 * lines, sums,
-                                reinterpret_cast<float*>(wide_panel));
-        else
-          compute_rows<F32Format>(count, own, stride, wide_panel, depth, ahead, lines, sums);
+        // Every weight is read once: a plain stream, asked for some way ahead. Fetching the next panel there would break
+        // the processor's own streams (measured: 31 instead of 51 GB/s).
+        compute_rows<F>(group_rows, group_a, stride, b, steps, {b + kStreamAhead, 4, false, nullptr}, sums);
+        epilogue(group_first, group_rows, int(panel), sums);
+        continue;
       }
-      epilogue(chunk_first + first, count, panel, sums);
+      const int from = panel * blocks < begin ? int(begin - panel * blocks) : 0;
+      const int to = (panel + 1) * blocks > end ? int(end - panel * blocks) : blocks;
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        int step, count;
+        even_block(steps, chunks, chunk, &step, &count);
+        const char* weights = b + int64_t(step) * kStepBytes;
+        const char* ahead = chunk + 1 < chunks ? weights + int64_t(count) * kStepBytes
+                            : (panel + 1) * blocks < end ? b + linear.panel_bytes : after;
+        for (int block = from; block < to; ++block) {
+          int first, block_rows;
+          even_block(group_rows, blocks, block, &first, &block_rows);
+          float* block_sums = sums + (block - from) * (kMaxRows * kPanel);
+          compute_shared<F>(block - from, to - from, block_rows, group_a + first * stride + step * wide_bytes<F>(), stride,
+                            weights, count, ahead, chunk > 0, reinterpret_cast<float*>(memory), block_sums);
+          if (chunk + 1 == chunks) epilogue(group_first + first, block_rows, int(panel), block_sums);
+        }
+      }
     }
   }
 }
@@ -202,13 +220,10 @@ AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride
 template <class F, class Epilogue>
 AIOCB_INLINE void run_linear(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
                              int thread, int num_threads, Epilogue& epilogue) {
-  if (linear.format == kInt8) {
+  if (linear.format == kInt8)
     run_int8<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
-  } else if constexpr (F::kHalves == 2) {
-    run_widened<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
-  } else {
+  else
     run_format<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
-  }
 }
 
 // ---- epilogues ------------------------------------------------------------------------------------------------

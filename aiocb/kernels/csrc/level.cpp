@@ -404,7 +404,7 @@ int64_t multiply_add_of(int repeats) {
   alignas(64) static thread_local char weights[kSteps * kPanel * 4], rows[kMaxRows * kStride];
   alignas(64) float sums[kMaxRows * kPanel];
   for (int i = 0; i < repeats; ++i) {
-    compute_rows<F>(kMaxRows, rows, kStride, weights, kSteps, weights, 0, sums);
+    compute_rows<F>(kMaxRows, rows, kStride, weights, kSteps, {weights, 0, false, nullptr}, sums);
     asm volatile("" : : "r"(sums) : "memory");  // or the compiler sees that nobody reads the sums
   }
   return int64_t(repeats) * kMaxRows * kPanel * kSteps * F::kStep;
