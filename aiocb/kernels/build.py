@@ -93,16 +93,17 @@ def _processor_features() -> set[str] | None:
 
 
 def _unneeded(units: tuple[_Unit, ...], accepts: Callable[[tuple[str, ...]], bool]) -> set[str]:
-    """The levels that this processor cannot run, and those below the best one that it can (portable always stays)."""
+    """All levels but the best one that this processor can run, or the portable one where it can run no other."""
     features = _processor_features()
     if features is None:
         return set()
-    levels = [unit for unit in units if unit.name in _NEEDS]  # best first
+    levels = [unit for unit in units if unit.source == "level.cpp"]  # best first
     best = next(
         (
             unit.name
             for unit in levels
-            if features >= _NEEDS[unit.name] and _SLOWER_ON.get(unit.name) not in features and accepts(unit.flags)
+            if unit.name not in _NEEDS
+            or (features >= _NEEDS[unit.name] and _SLOWER_ON.get(unit.name) not in features and accepts(unit.flags))
         ),
         None,
     )
@@ -224,7 +225,7 @@ def find_or_build(*, force: bool = False, every_level: bool = False) -> Path | K
     Args:
         force: build again even when a library is cached.
         every_level: build all instruction-set levels, for images that run elsewhere (and for tests); else the best
-            one of this processor and the portable one. A library with every level is taken wherever it is cached.
+            one of this processor. A library with every level is taken wherever it is cached.
     """
     if sys.platform == "win32":
         return KernelUnavailable("native kernels are not supported on Windows")

@@ -335,6 +335,9 @@ def load(*, every_level: bool = False) -> Library | KernelUnavailable:
     if isinstance(path, KernelUnavailable):
         return path
     try:
-        return Library(path)
+        library = Library(path)
     except (OSError, AttributeError) as error:
         return KernelUnavailable(f"the native library cannot be loaded: {error}")
+    if library.level() is None:
+        return KernelUnavailable(f"{path} holds no instruction-set level that this processor runs")
+    return library

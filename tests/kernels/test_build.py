@@ -82,15 +82,15 @@ X86_UNITS = tuple(
     ("features", "unneeded"),
     [
         (None, set()),  # nobody to ask: every level is built
-        (set(), {"avx512bf16", "avx512", "avx2"}),
-        ({"avx2", "fma", "bmi2"}, {"avx512bf16", "avx512"}),
-        (build._NEEDS["avx512"] | build._NEEDS["avx2"], {"avx512bf16", "avx2"}),
-        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"], {"avx512", "avx2"}),
-        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"] | {"AuthenticAMD"}, {"avx512", "avx2"}),
-        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"] | {"GenuineIntel"}, {"avx512bf16", "avx2"}),
+        ({"sse2"}, {"avx512bf16", "avx512", "avx2"}),
+        ({"avx2", "fma", "bmi2"}, {"avx512bf16", "avx512", "portable"}),
+        (build._NEEDS["avx512"] | build._NEEDS["avx2"], {"avx512bf16", "avx2", "portable"}),
+        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"], {"avx512", "avx2", "portable"}),
+        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"] | {"AuthenticAMD"}, {"avx512", "avx2", "portable"}),
+        (build._NEEDS["avx512bf16"] | build._NEEDS["avx2"] | {"GenuineIntel"}, {"avx512bf16", "avx2", "portable"}),
     ],
 )
-def test_a_first_use_builds_the_best_level_and_the_portable_one(
+def test_a_first_use_builds_the_best_level_alone(
     features: set[str] | None, unneeded: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "_processor_features", lambda: features)
@@ -99,7 +99,16 @@ def test_a_first_use_builds_the_best_level_and_the_portable_one(
 
 def test_a_level_that_the_compiler_does_not_know_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_processor_features", lambda: build._NEEDS["avx512bf16"] | build._NEEDS["avx2"])
-    assert build._unneeded(X86_UNITS, lambda flags: flags != ("-mavx512bf16",)) == {"avx512bf16", "avx2"}
+    assert build._unneeded(X86_UNITS, lambda flags: flags != ("-mavx512bf16",)) == {"avx512bf16", "avx2", "portable"}
+
+
+def test_a_library_without_a_level_for_this_processor_is_not_used(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Library, "level", lambda self, name=None: None)
+    result = load(every_level=True)
+    assert isinstance(result, KernelUnavailable)
+    assert "no instruction-set level" in result.reason
 
 
 def test_the_build_and_the_library_agree_on_the_best_level(library: Library) -> None:

@@ -16,7 +16,7 @@
 
 namespace aiocb {
 
-// A level that the compiler could not build is left out by the build (AIOCB_NO_...).
+// A level that the compiler does not know or this processor does not need is left out by the build (AIOCB_NO_...).
 #if defined(__x86_64__) && !defined(AIOCB_NO_AVX512BF16)
 #define AIOCB_HAS_AVX512BF16
 namespace avx512bf16 { extern const Level level; }
@@ -29,7 +29,10 @@ namespace avx512 { extern const Level level; }
 #define AIOCB_HAS_AVX2
 namespace avx2 { extern const Level level; }
 #endif
+#if !defined(AIOCB_NO_PORTABLE)
+#define AIOCB_HAS_PORTABLE
 namespace portable { extern const Level level; }
+#endif
 
 namespace {
 
@@ -136,7 +139,7 @@ bool has_vnni() {
 #endif
 }
 
-// Intel's processors multiply pairs of bf16 at half the rate of floats (measured on Sapphire Rapids: 89 and 176 GFLOP/s
+// Intel's processors multiply pairs of bf16 at half the rate of floats (measured on Emerald Rapids: 89 and 176 GFLOP/s
 // a core), AMD's at twice.
 bool is_worth_it(const std::string& name) {
 #if defined(__x86_64__)
@@ -159,7 +162,9 @@ const Level* find_level(const char* name) {
 #if defined(AIOCB_HAS_AVX2)
       &avx2::level,
 #endif
+#if defined(AIOCB_HAS_PORTABLE)
       &portable::level,
+#endif
   };
   const std::string wanted = name ? name : "";
   for (const Level* level : levels)

@@ -17,7 +17,7 @@ namespace aiocb {
 namespace AIOCB_ISA {
 
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
-constexpr int kStreamAhead = 4096;  // bytes; Sapphire Rapids: 31 instead of 19 GB/s for 4 rows
+constexpr int kStreamAhead = 4096;  // bytes; Emerald Rapids: 31 instead of 19 GB/s for 4 rows
 #else
 constexpr int kStreamAhead = 1024;
 #endif
