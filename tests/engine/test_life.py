@@ -105,6 +105,8 @@ async def test_an_entry_that_is_cancelled_leaves_no_thread() -> None:
 async def test_settings_among_the_options_are_refused_before_anything_starts() -> None:
     with pytest.raises(aiocb.ConfigError, match=r"config=EngineConfig\(max_batch_tokens=64, native=False\)"):
         aiocb.Engine.from_pretrained("smollm2", native=False, revision="main", max_batch_tokens=64)
+    with pytest.raises(aiocb.ConfigError, match=r"config=EngineConfig\(block_size=16\)"):
+        aiocb.Engine.from_pretrained("smollm2", block_size=16)
 
 
 async def test_closing_during_the_start() -> None:

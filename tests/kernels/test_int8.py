@@ -208,7 +208,7 @@ def test_whole_steps_alone_batched_chunked(library: Library, name: str, dtype: t
 @pytest.mark.parametrize("name", ["llama", "qwen2_moe"])  # what feeds experts feeds their router, too
 def test_smoothing_helps_where_a_channel_is_large(library: Library, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A model whose embedding has outlier channels: closer to its own forward with smoothing than without."""
-    model = make("llama", torch.bfloat16)
+    model = make(name, torch.bfloat16)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 3] += 20 * model.model.embed_tokens.weight.abs().max()
     errors = []

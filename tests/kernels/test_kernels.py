@@ -127,6 +127,39 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+def test_layers_of_a_large_cache_lie_apart(library: Library, level: str) -> None:
+    """Layers of many blocks are shifted in memory: what is written, read back and copied is as in a small cache."""
+    heads, kv, dim, layers = 4, 2, 32, 3
+    torch.manual_seed(0)
+    inputs = [torch.randn(40, (heads + 2 * kv) * dim) for _ in range(layers)]
+    seen = []
+    for num_blocks in (64, 2600):
+        model = native(library, level, "float32", num_layers=layers)
+        model.set_group(0, num_blocks, layers)
+        for layer in range(layers):
+            model.set_layer(layer, window=0, rope=-1, group=0, group_layer=layer, scale=0.2)
+        found: list[Any] = []
+        for start, count in ((0, 39), (39, 1)):
+            for layer, qkv in enumerate(inputs):
+                keep: list[Any] = []
+                arguments = step_arguments([Rows([7, 60, 2], start, count)], keep)
+                rows, out = qkv[start : start + count].contiguous(), torch.full((count, heads * dim), math.nan)
+                model._check(
+                    library.calls.aiocb_attention(model.handle, arguments, layer, rows.data_ptr(), out.data_ptr())
+                )
+                found.append(out.numpy())
+        model.copy_block(0, 60, 61)
+        for block in (7, 60, 2, 61):
+            data = np.zeros((layers, 2 * 16 * kv * dim * 4), np.uint8)
+            model.read_block(0, block, data)
+            assert data.any(axis=1).all()
+            found.append(data)
+        assert (found[-1] == found[-3]).all()
+        seen.append(found)
+        model.close()
+    assert all((small == large).all() for small, large in zip(*seen, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{k}{v}" for k, v in case.items()))
 def test_attention(library: Library, level: str, dtype: str, case: dict[str, Any]) -> None:

@@ -119,7 +119,7 @@ class TestGguf:
     def test_options_that_a_file_cannot_have_are_refused(self, gguf_file: Path) -> None:
         with pytest.raises(ConfigError, match=r"tiny\.gguf is a GGUF file .* attn_implementation, use_cache"):
             load(str(gguf_file), device="cpu", use_cache=True, attn_implementation="sdpa", local_files_only=True)
-        load(str(gguf_file), device="cpu", local_files_only=True, revision="main")
+        load(str(gguf_file), device="cpu", local_files_only=True, revision="main", device_map=None)
 
     def test_each_dtype_is_kept_apart(self, gguf_file: Path) -> None:
         assert load(str(gguf_file), dtype="float32", device="cpu").model.dtype == torch.float32

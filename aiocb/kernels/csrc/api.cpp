@@ -287,6 +287,8 @@ int check(Handle* handle, const StepArgs& a) {
   for (int l = 0; l < c.num_layers; ++l) {
     const Layer& layer = handle->plain.layers[l];
     if (!layer.experts) continue;
+    if (layer.post_mlp.weight)
+      return fail(handle, kBadShape, "layer %ld: no norm can follow experts", l);
     if (layer.experts->num_missing)
       return fail(handle, kBadShape, "layer %ld lacks %ld linears of its experts", l, layer.experts->num_missing);
     if ((layer.down.data != nullptr) != (layer.experts->router.columns > c.num_experts))
@@ -515,7 +517,7 @@ AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* 
     return fail(handle, kBadShape, "no experts in layer %ld", layer);
   Linear* linear = linear_slot(handle, layer, slot);
   if (!linear) return fail(handle, kBadShape, "no linear %ld in layer %ld", slot, layer);
-  if (!is_right_shape(handle->plain.config, slot, columns, depth, format))
+  if (columns < 1 || depth < 1 || !is_right_shape(handle->plain.config, slot, columns, depth, format))
     return fail(handle, kBadShape, "linear %ld of %ld columns, depth %ld", slot, columns, depth);
   const bool is_new = !linear->data;
   if (slot >= kExpertSlot) {
@@ -569,10 +571,10 @@ AIOCB_API int aiocb_set_group(Handle* handle, int group, int num_blocks, int num
   const Config& c = handle->plain.config;
   const int64_t block = int64_t(c.num_kv_heads) * 2 * kPageSize * c.head_dim * handle->element();
   // A block is first used in all layers at once, and now and then that is the first touch of a huge page. Layers are
-  // shifted against each other, so that this happens to one of them at a time: to all in one step would be felt.
-  const int64_t huge = int64_t(kHugePage), wanted = huge / num_layers / 4096 * 4096;
-  const int64_t shift = ((wanted - block * num_blocks) % huge + huge) % huge;
-  const int64_t layer_bytes = block * num_blocks + (block * num_blocks < huge ? 0 : shift);
+  // shifted against each other, so that this happens to one of them at a time: to all in one step would be felt. Where
+  // the shift would be a good part of a layer, it is left out.
+  const int64_t huge = int64_t(kHugePage), wanted = huge / num_layers / 4096 * 4096, plain = block * num_blocks;
+  const int64_t layer_bytes = plain < 8 * huge ? plain : plain + ((wanted - plain) % huge + huge) % huge;
   char* pool = handle->keep(layer_bytes * num_layers);
   if (!pool) return fail(handle, kNoMemory, "no memory for a cache of %ld blocks", num_blocks);
   handle->plain.groups[group] = {num_blocks, num_layers, layer_bytes, pool};
@@ -681,7 +683,7 @@ AIOCB_API int aiocb_attention(Handle* handle, const StepArgs* args, int layer, c
 AIOCB_API int aiocb_linear(Handle* handle, int layer, int slot, const char* a, int64_t a_stride, int rows, float* out,
                            int64_t out_stride) {
   const Linear* linear = linear_slot(handle, layer, slot);
-  if (!linear || !linear->data) return kBadShape;
+  if (!linear || !linear->data || rows < 1) return kBadShape;
   if (linear->format == kInt8 && !grow(handle, rows, 1)) return kNoMemory;
   const int format = handle->plain.config.format;
   struct Context {

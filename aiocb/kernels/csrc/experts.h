@@ -119,8 +119,8 @@ class Mixture {
     });
   }
 
-  // out = base + scale * (the sum of a row's results, and of the gated `shared`); without a base, from zero.
-  void join(int row, const float* shared, float scale, const float* base, float* out) const {
+  // out += scale * (the sum of a row's results, and of the gated `shared`)
+  void join(int row, const float* shared, float scale, float* out) const {
     const int64_t first = int64_t(row) * c_.num_chosen;
     const float gate = shared ? b_.router_scores[row * b_.router_stride + c_.num_experts] : 0.0f;
     for (int i = 0; i < c_.hidden_size; i += 16) {
@@ -131,7 +131,7 @@ class Mixture {
         sum = fma(set1(b_.expert_weights[first + j]), load_part(result + i, count), sum);
       }
       if (shared) sum = fma(set1(gate), load_part(shared + i, count), sum);
-      store_part(out + i, fma(set1(scale), sum, base ? load_part(base + i, count) : zero()), count);
+      store_part(out + i, fma(set1(scale), sum, load_part(out + i, count)), count);
     }
   }
 

@@ -114,7 +114,10 @@ inline char* thread_memory(size_t bytes) {
     size_t size = 0;
   };
   static thread_local Memory memory;
-  if (bytes > memory.size) memory.data.reset(new char[(memory.size = bytes) + 64]);
+  if (bytes > memory.size) {
+    memory.data.reset(new char[bytes + 64]);
+    memory.size = bytes;
+  }
   return reinterpret_cast<char*>((uintptr_t(memory.data.get()) + 63) / 64 * 64);
 }
 

@@ -374,7 +374,7 @@ AIOCB_INLINE void run_int8_panels(const Linear& linear, Int8Rows compute, const 
   const int blocks = (rows + kInt8Rows - 1) / kInt8Rows, groups = int8_groups(linear.depth);
   const int64_t total = int64_t(linear.panels) * blocks;
   const int64_t begin = total * thread / num_threads, end = total * (thread + 1) / num_threads;
-  const int lines = blocks == 1 ? 4 : blocks < 4 ? 2 : 1;  // as in run_format
+  const int lines = blocks == 1 ? 4 : blocks < 4 ? 2 : 1;  // of the next panel, as in compute_shared
   for (int64_t item = begin; item < end; ++item) {
     const int panel = int(item / blocks), block = int(item % blocks);
     int first, count;

@@ -177,11 +177,9 @@ struct Step {
     mixture.down(next);
     pool_barrier(model.pool);
     for (int row = rows.begin; row < rows.end; ++row) {
-      float* branch = buffers.branch + int64_t(row) * c.hidden_size;
-      if (layer.post_mlp.weight) mixture.join(row, has_shared ? branch : nullptr, 1.0f, nullptr, branch);
-      else mixture.join(row, has_shared ? branch : nullptr, c.residual_scale, x(row), x(row));
+      const float* shared = has_shared ? buffers.branch + int64_t(row) * c.hidden_size : nullptr;
+      mixture.join(row, shared, c.residual_scale, x(row));
     }
-    join_branch(layer.post_mlp);
     clock.lap(kDown);
   }
 
