@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from aiocb.kernels import Library, load
-from aiocb.model.loader import load as load_model
-from aiocb.model.native import NativeRunner, create_native_runner
+from aiocb.model.load.hub import load as load_model
+from aiocb.model.native.runner import NativeRunner, create_native_runner
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import StepEntry, StepPlan, StepResult
 

@@ -16,7 +16,7 @@ from aiocb.errors import InvalidRequest
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 
 if TYPE_CHECKING:
-    from aiocb.engine.text import TextProcessor
+    from aiocb.text.processor import TextProcessor
 
 __all__ = ["Limits", "Plan", "Prompt", "StreamSpec", "encode_prompt", "plan_request"]
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiocb.engine.detokenizer import StopMatcher
 from aiocb.engine.output import OutputState, Submission
 from aiocb.engine.slot import Delivery, End, Slot
 from aiocb.engine.stats import Recorder, Stats
 from aiocb.errors import AiocbError, RequestError, RequestFailed
 from aiocb.scheduler.request import ParallelGroup, Request
 from aiocb.scheduler.scheduler import Finished, Scheduler, Update
+from aiocb.text.detokenizer import StopMatcher
 
 if TYPE_CHECKING:
     from aiocb.engine.bridge import Bridge

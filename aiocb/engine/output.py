@@ -12,8 +12,8 @@ from aiocb.sampling_params import SamplingParams
 from aiocb.step import TokenLogprobs
 
 if TYPE_CHECKING:
-    from aiocb.engine.detokenizer import Detokenizer, StopMatcher
     from aiocb.scheduler.request import Request
+    from aiocb.text.detokenizer import Detokenizer, StopMatcher
 
 __all__ = ["OutputState", "Submission"]
 

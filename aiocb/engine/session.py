@@ -23,10 +23,10 @@ from aiocb.engine.core import EngineCore
 from aiocb.engine.limits import make_scheduler
 from aiocb.engine.output import Submission
 from aiocb.engine.slot import End, Lane, Slot
-from aiocb.engine.text import TextProcessor, is_long
 from aiocb.engine.worker import Worker
 from aiocb.errors import EngineClosed, QueueFull, RequestTimeout
 from aiocb.outputs import RequestMetrics, Usage
+from aiocb.text.processor import TextProcessor, is_long
 
 if TYPE_CHECKING:
     from aiocb.engine.core import Command

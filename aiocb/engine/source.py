@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from aiocb.config import Choice, EngineConfig
-from aiocb.engine.text import TextProcessor
 from aiocb.sampling_params import ModelDefaults
 from aiocb.step import Runner
+from aiocb.text.processor import TextProcessor
 
 __all__ = ["Built", "LoadedSource", "PretrainedSource", "Progress", "RunnerSource", "Source"]
 
@@ -80,7 +80,7 @@ class PretrainedSource:
 
     def build(self, config: EngineConfig) -> Built:
         """Load the model, unless an earlier session has, and make a runner; see `Source`."""
-        from aiocb.model.pretrained import open_pretrained
+        from aiocb.model.open import open_pretrained
 
         with self._lock:
             if self._built is not None and self._config == config:

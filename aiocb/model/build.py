@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.adapter import text_config
-from aiocb.model.pretrained import choose_length
-from aiocb.model.runner import Sampler, TorchRunner
+from aiocb.model.eager.adapter import text_config
+from aiocb.model.eager.runner import Sampler, TorchRunner
+from aiocb.model.open import choose_length
 from aiocb.sampling_params import ModelDefaults, generation_values
 from aiocb.step import Runner
 
@@ -155,7 +155,7 @@ def _try_native(
     if model.device.type != "cpu":
         return None, f"the model is on {model.device.type} (device='cpu' puts it on the CPU)"
     try:
-        module = importlib.import_module("aiocb.model.native")
+        module = importlib.import_module("aiocb.model.native.runner")
     except ImportError as error:
         runner, reason = None, f"no native runner is installed ({error})"
     else:

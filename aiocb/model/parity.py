@@ -19,7 +19,7 @@ from aiocb.sampling_params import SamplingParams
 from aiocb.step import StepEntry, StepPlan
 
 if TYPE_CHECKING:
-    from aiocb.model.adapter import ModelAdapter
+    from aiocb.model.eager.adapter import ModelAdapter
 
 __all__ = ["check_parity"]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.engine.admission import Plan, StreamSpec
 from aiocb.engine.core import Command, _lane_seed
-from aiocb.engine.pieces import Detokenizer
 from aiocb.engine.slot import Delivery, Lane, Slot
 from aiocb.engine.stream import Stream
 from aiocb.errors import EngineDead, RequestFailed, RequestTimeout
 from aiocb.outputs import Chunk, FinishReason
+from aiocb.text.pieces import Detokenizer
 
 if TYPE_CHECKING:
     from aiocb.engine.output import Submission

@@ -168,7 +168,7 @@ def test_weights_that_change_in_a_pause(native: bool | None) -> None:
 @pytest.mark.parametrize("native", [None, False], ids=["auto", "torch"])
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_packaged_models_in_fp32(name: str, native: bool | None) -> None:
-    from aiocb.model.loader import load
+    from aiocb.model.load.hub import load
 
     loaded = load(name, dtype="float32")
     model, tokenizer = loaded.model, loaded.tokenizer

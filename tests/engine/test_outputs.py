@@ -13,9 +13,9 @@ import pytest
 import aiocb
 from aiocb.engine.bridge import LoopBridge
 from aiocb.engine.core import EngineCore
-from aiocb.engine.pieces import PieceDetokenizer
 from aiocb.engine.slot import Lane
 from aiocb.testing import FakeRunner, byte_tokenizer, fake_engine, settle
+from aiocb.text.pieces import PieceDetokenizer
 
 from .helpers import read_some, running, solo
 

@@ -10,7 +10,7 @@ import torch
 
 from aiocb.kernels import KernelError, Library, NativeModel
 from aiocb.kernels.library import FORMATS
-from aiocb.model.native import NativeRunner
+from aiocb.model.native.runner import NativeRunner
 from aiocb.step import StepPlan, StepResult
 from tests.kernels.helpers import MiniScheduler, Request, Rows, native, step_arguments
 from tests.kernels.test_families import make, prompts_of, runner_of

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from aiocb.kernels import Library
-from aiocb.model.native import NativeRunner, create_native_runner
+from aiocb.model.native.runner import NativeRunner, create_native_runner
 from tests.kernels.helpers import MiniScheduler, Request
 
 BASE: dict[str, Any] = {

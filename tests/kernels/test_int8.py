@@ -16,9 +16,9 @@ import aiocb
 from aiocb.errors import ConfigError
 from aiocb.kernels import Library, NativeModel
 from aiocb.kernels.library import FORMATS
-from aiocb.model import native_int8
 from aiocb.model.build import build_runner
-from aiocb.model.native_int8 import tune
+from aiocb.model.native import int8 as native_int8
+from aiocb.model.native.int8 import tune
 from tests.kernels.helpers import DTYPES, Tensor, native
 from tests.kernels.test_families import make, prompts_of, runner_of
 from tests.kernels.test_invariance import _record

@@ -7,7 +7,7 @@ import torch
 
 from aiocb.kernels import Library
 from aiocb.kernels.library import StepArguments
-from aiocb.model.native import NativeRunner
+from aiocb.model.native.runner import NativeRunner
 from aiocb.step import BlockCopy, StepPlan
 from tests.kernels.helpers import MiniScheduler, Request
 from tests.kernels.test_families import make, prompts_of, runner_of

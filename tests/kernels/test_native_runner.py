@@ -12,8 +12,8 @@ import torch
 import aiocb
 from aiocb.errors import ConfigError, RequestFailed
 from aiocb.kernels import Library
-from aiocb.model.native import NativeRunner, create_native_runner
-from aiocb.model.native_sampling import NativeSampler
+from aiocb.model.native.runner import NativeRunner, create_native_runner
+from aiocb.model.native.sampling import NativeSampler
 from aiocb.sampling import Sampler
 from aiocb.sampling_params import SamplingParams
 from aiocb.step import StepEntry, StepPlan, StepResult

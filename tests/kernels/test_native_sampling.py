@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aiocb.kernels import Library, NativeModel
-from aiocb.model.native_sampling import NativeSampler
+from aiocb.model.native.sampling import NativeSampler
 from aiocb.sampling import EMPTY_ROW, INVALID_ROW, Sampler, SelectionParams
 from tests.kernels.helpers import native
 from tests.sampling.helpers import Request, params, step

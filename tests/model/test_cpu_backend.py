@@ -13,7 +13,7 @@ from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, load
 from aiocb.model.build import build_runner
-from aiocb.model.runner import TorchRunner
+from aiocb.model.eager.runner import TorchRunner
 from aiocb.step import StepEntry, StepPlan, StepResult
 
 from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiocb.config import EngineConfig
-from aiocb.model.runner import TorchRunner
+from aiocb.model.eager.runner import TorchRunner
 
 from .helpers import MODELS, ManualScheduler, argmax_sampler, generate, prompt, tiny
 

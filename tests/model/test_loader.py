@@ -16,11 +16,11 @@ import transformers.utils.logging as transformers_logging
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import aiocb.model.gguf as gguf_module
+import aiocb.model.load.gguf as gguf_module
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.build import build_runner, model_defaults
-from aiocb.model.loader import LoadedModel, load
+from aiocb.model.load.hub import LoadedModel, load
 
 from .helpers import ManualScheduler, argmax_sampler, generate, prompt, tiny
 

@@ -13,12 +13,12 @@ from aiocb.attention.base import LayerSpec
 from aiocb.attention.sdpa import SdpaBackend
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.adapter import ModelAdapter
-from aiocb.model.batch import pack
 from aiocb.model.build import build_runner, model_defaults
-from aiocb.model.handlers import NotPlainError
+from aiocb.model.eager.adapter import ModelAdapter
+from aiocb.model.eager.batch import pack
+from aiocb.model.eager.handlers import NotPlainError
+from aiocb.model.eager.masks import MaskKind, kind_of
 from aiocb.model.kv import choose_cache_size
-from aiocb.model.masks import MaskKind, kind_of
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.adapter import ATTENTION_NAME, ModelAdapter
-from aiocb.model.runner import Sampler, TorchRunner
+from aiocb.model.eager.adapter import ATTENTION_NAME, ModelAdapter
+from aiocb.model.eager.runner import Sampler, TorchRunner
 from aiocb.step import BlockCopy, StepEntry, StepPlan, StepResult
 
 from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, tiny

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import aiocb
 from aiocb import kernels
-from aiocb.model import loader, snapshot
-from aiocb.model.families import Experts, describe
-from aiocb.model.pretrained import Pretrained, open_pretrained
+from aiocb.model.load import hub as loader
+from aiocb.model.load import snapshot
+from aiocb.model.native.families import Experts, describe
+from aiocb.model.open import Pretrained, open_pretrained
 from aiocb.sampling_params import ModelDefaults
 
 from .helpers import tiny
@@ -103,9 +104,9 @@ def test_what_it_says_of_itself(gguf_file: Path, no_module: Any) -> None:
 def test_no_modelling_code_is_imported(gguf_file: Path) -> None:
     opened(gguf_file)
     program = (
-        "import sys, aiocb\nfrom aiocb.model.pretrained import open_pretrained\n"
+        "import sys, aiocb\nfrom aiocb.model.open import open_pretrained\n"
         f"open_pretrained({str(gguf_file)!r}, aiocb.EngineConfig(num_blocks=64), device='cpu').runner.close()\n"
-        "print(*[name for name in ('transformers.modeling_utils', 'torch._dynamo', 'aiocb.model.adapter')"
+        "print(*[name for name in ('transformers.modeling_utils', 'torch._dynamo', 'aiocb.model.eager.adapter')"
         " if name in sys.modules], 'end')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

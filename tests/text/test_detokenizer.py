@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from aiocb.engine.detokenizer import Detokenizer, TokenText
-from aiocb.engine.pieces import MAX_BYTE_RUN, Replacer
+from aiocb.text.detokenizer import Detokenizer, TokenText
+from aiocb.text.pieces import MAX_BYTE_RUN, Replacer
 
 relaxed = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

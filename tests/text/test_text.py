@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer
 
-from aiocb.engine.text import LONG_IDS, LONG_TEXT, TextProcessor, is_long, is_messages
 from aiocb.errors import InvalidRequest
+from aiocb.text.processor import LONG_IDS, LONG_TEXT, TextProcessor, is_long, is_messages
 
 from .conftest import TRAINED, byte_level, llama_like, metaspace, word_level
 

@@ -16,9 +16,9 @@ from aiocb.errors import ConfigError
 from aiocb.kernels import KernelError, KernelUnavailable, Library, NativeModel, load
 from aiocb.kernels.library import StepArguments
 from aiocb.kernels.threads import default_num_threads
-from aiocb.model.families import ModelDescription, describe
-from aiocb.model.native_step import NativeStep
-from aiocb.model.native_weights import build_native_model, pack_again
+from aiocb.model.native.families import ModelDescription, describe
+from aiocb.model.native.step import NativeStep
+from aiocb.model.native.weights import build_native_model, pack_again
 from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _failure(code: int) -> Exception:
 
 def _nativized(sampler: Sampler, vocab_size: int, native: NativeModel) -> Sampler:
     """Let the project's own sampler select in native code; any other is left as it is."""
-    from aiocb.model.native_sampling import NativeSampler
+    from aiocb.model.native.sampling import NativeSampler
     from aiocb.sampling.sampler import Sampler as TorchSampler
 
     return NativeSampler(vocab_size, native) if type(sampler) is TorchSampler else sampler

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model import loader
+from aiocb.model.load import hub as loader
 from aiocb.sampling_params import ModelDefaults
 
 if TYPE_CHECKING:
-    from aiocb.model.snapshot import Encoded
+    from aiocb.model.load.snapshot import Encoded
     from aiocb.step import Runner
 
 logger = logging.getLogger("aiocb.model")
@@ -111,7 +111,8 @@ def _from_snapshot(
     with loader.quiet():
         from aiocb.kernels import KernelUnavailable
         from aiocb.kernels import load as load_kernels
-        from aiocb.model import native, snapshot
+        from aiocb.model.load import snapshot
+        from aiocb.model.native import runner as native
 
         report("import", 1.0)
         found = loader.find_gguf(name, dtype, device)
@@ -156,8 +157,8 @@ def _encoded(loaded: loader.LoadedModel) -> Encoded | None:
 def _encode(model: Any, folder: Path) -> Encoded | None:
     from safetensors import safe_open
 
-    from aiocb.model import gguf, snapshot
-    from aiocb.model.families import describe
+    from aiocb.model.load import gguf, snapshot
+    from aiocb.model.native.families import describe
 
     description = describe(model)
     if isinstance(description, str):
@@ -179,7 +180,7 @@ def _save(
 ) -> None:
     from aiocb.kernels import KernelUnavailable
     from aiocb.kernels import load as load_kernels
-    from aiocb.model import snapshot
+    from aiocb.model.load import snapshot
 
     library = load_kernels()
     if not isinstance(library, KernelUnavailable):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import aiocb
-from aiocb.model.families import Experts, LayerDescription, ModelDescription, Projection
+from aiocb.model.native.families import Experts, LayerDescription, ModelDescription, Projection
 from aiocb.sampling_params import ModelDefaults
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ __all__ = ["Encoded", "Snapshot", "encode", "load", "save", "snapshot_path"]
 
 logger = logging.getLogger("aiocb.model")
 
-_PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("model/*.py", "kernels/library.py", "sampling_params.py")
+_PACKAGE = Path(__file__).parents[2]
+_SOURCES = ("model/**/*.py", "kernels/library.py", "sampling_params.py")
 
 
 class Snapshot(NamedTuple):

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiocb.engine.detokenizer import Detokenizer, TokenText
 from aiocb.errors import InvalidRequest
 from aiocb.sampling_params import check_ids
+from aiocb.text.detokenizer import Detokenizer, TokenText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiocb.model.handlers import NotPlainError, Recorder
+from aiocb.model.eager.handlers import NotPlainError, Recorder
 
 __all__ = ["MaskKind", "MaskRecorder", "kind_of"]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from aiocb.model.gguf import GgufSource
+    from aiocb.model.load.gguf import GgufSource
 
 __all__ = ["ALIASES", "FoundGguf", "LoadedModel", "Progress", "find_gguf", "load", "quiet"]
 
@@ -84,7 +84,7 @@ class FoundGguf(NamedTuple):
     @property
     def weights(self) -> Path:
         """The file of the converted weights."""
-        from aiocb.model.gguf import WEIGHTS
+        from aiocb.model.load.gguf import WEIGHTS
 
         return self.folder / WEIGHTS
 
@@ -114,7 +114,7 @@ def load(
     with quiet():
         import transformers  # noqa: F401
 
-        from aiocb.model import gguf
+        from aiocb.model.load import gguf
 
         report("import", 1.0)
         name = str(name_or_path)
@@ -165,7 +165,7 @@ def find_gguf(
 def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> FoundGguf | None:
     import torch
 
-    from aiocb.model import gguf
+    from aiocb.model.load import gguf
 
     source = gguf.find_package(name)
     if source is None:

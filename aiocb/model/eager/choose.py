@@ -17,7 +17,7 @@ from aiocb.kernels.generic import GenericKernels
 from aiocb.model.kv import format_size, free_memory
 
 if TYPE_CHECKING:
-    from aiocb.model.packed_linears import PackedLinears
+    from aiocb.model.eager.linears import PackedLinears
 
 __all__ = ["choose_backend", "pack_linears"]
 
@@ -78,7 +78,7 @@ def pack_linears(
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if device != "cpu":
         return None, Choice("linears", "torch", f"the model is on {device}")
-    from aiocb.model.packed_linears import PackedLinears, packed_bytes, packed_share
+    from aiocb.model.eager.linears import PackedLinears, packed_bytes, packed_share
 
     size, free = packed_bytes(model), free_memory()
     if size == 0:

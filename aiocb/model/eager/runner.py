@@ -19,8 +19,8 @@ from torch import Tensor
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.adapter import ModelAdapter
-from aiocb.model.generic import choose_backend, pack_linears
+from aiocb.model.eager.adapter import ModelAdapter
+from aiocb.model.eager.choose import choose_backend, pack_linears
 from aiocb.model.kv import PagedCache, choose_cache_size
 from aiocb.model.parity import check_parity as check_parity_of
 from aiocb.step import CacheLayout, StepPlan, StepResult

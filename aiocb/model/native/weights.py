@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels import KernelError, Library, NativeModel
 from aiocb.kernels.library import ACTIVATIONS, FORMATS, ModelConfig
-from aiocb.model.families import Experts, ModelDescription, Projection
-from aiocb.model.native_int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
+from aiocb.model.native.families import Experts, ModelDescription, Projection
+from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
 from aiocb.step import CacheLayout
 
 if TYPE_CHECKING:

@@ -27,17 +27,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from aiocb.attention.base import AttentionBackend, LayerSpec
 from aiocb.errors import ConfigError
-from aiocb.model.batch import pack
-from aiocb.model.handlers import Handler, NotPlainError, PagedHandler, Recorder
+from aiocb.model.eager.batch import pack
+from aiocb.model.eager.handlers import Handler, NotPlainError, PagedHandler, Recorder
+from aiocb.model.eager.masks import MaskKind, MaskRecorder
+from aiocb.model.eager.positions import PositionTable, find_tables, injected, learn_tables
 from aiocb.model.kv import PagedCache
-from aiocb.model.masks import MaskKind, MaskRecorder
-from aiocb.model.positions import PositionTable, find_tables, injected, learn_tables
 from aiocb.step import StepPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from aiocb.model.packed_linears import PackedLinears
+    from aiocb.model.eager.linears import PackedLinears
 
 __all__ = ["ATTENTION_NAME", "ModelAdapter", "text_config"]
 

@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from aiocb.engine.pieces import Detokenizer, Piece, PieceDetokenizer, Pieces, Replacer, WindowDetokenizer
-from aiocb.engine.stop_strings import StopMatcher
+from aiocb.text.pieces import Detokenizer, Piece, PieceDetokenizer, Pieces, Replacer, WindowDetokenizer
+from aiocb.text.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
