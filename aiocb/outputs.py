@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from aiocb.step import TokenLogprobs
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["Chunk", "Completion", "FinishReason", "RequestMetrics", "TokenLogprobs", "Usage"]
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position.
+
+    Attributes:
+        token_id, logprob: of the token that was chosen (or, for a prompt, that stands there).
+        rank: 1-based rank of that token in the same distribution.
+        top: the most likely (token id, log-probability) pairs, best first; always includes the chosen token.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,17 @@
-"""What crosses the middle of the engine: `StepPlan` down to the runner, `StepResult` up from it.
+"""What crosses the middle of the engine: `StepPlan` down to the runner, `StepResult` up from it. Torch-free.
 
-Torch-free. Both are immutable tuples (a NamedTuple is built three times as fast as a frozen dataclass, and one entry
-is built per request and step). Lists inside an entry are *borrowed*: they belong to the scheduler, must not be
-changed by a runner, and are valid until the step's result has been returned.
+A plan is a message: plain, immutable, small, and valid for ever; it may be in flight while the next one is made, or go
+through a pipe. It says what has changed, and a runner keeps a record of every open request (see `records`): its tokens,
+its block tables, its parameters.
+
+```
+opened ─► entries, step by step ─► closed         a preempted request is closed, a resumed one opened again
+```
+
+Steps that decode send a few integers per request. A runner appends what it returns to its own record of the request;
+`new_token_ids` are those that come from elsewhere. The order within a plan: close, open, swap, copy, compute, copy.
+
+All types are NamedTuples: one is built three times as fast as a frozen dataclass, and there is one per request and step.
 
 Words: T tokens of the step, R requests of the step, V vocabulary, G cache groups.
 """
@@ -10,20 +19,24 @@ Words: T tokens of the step, R requests of the step, V vocabulary, G cache group
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from aiocb.config import Choice
+from aiocb.outputs import TokenLogprobs
 from aiocb.sampling_params import SamplingParams
 
 __all__ = [
     "NULL_BLOCK",
     "BlockCopy",
+    "BlockSwap",
     "CacheGroup",
     "CacheLayout",
+    "Handle",
+    "OpenedRequest",
     "Runner",
     "StepEntry",
     "StepPlan",
     "StepResult",
-    "TokenLogprobs",
 ]
 
 NULL_BLOCK = 0
@@ -53,121 +66,171 @@ class CacheLayout(NamedTuple):
     groups: tuple[CacheGroup, ...]
 
 
-class StepEntry(NamedTuple):
-    """One request's part of a step.
-
-    The step computes tokens `tokens[num_computed_tokens : num_computed_tokens + num_new_tokens]` at those absolute
-    positions, writes their K/V through `block_tables`, and attends to all positions before them.
+class OpenedRequest(NamedTuple):
+    """A request that enters: all that a runner has to know of it before its first entry.
 
     Attributes:
-        request_id: internal, unique for the engine's life.
-        tokens: prompt and output so far, borrowed. Its length can exceed the computed range (chunked prefill).
-        num_prompt_tokens: how many of `tokens` are the prompt.
-        block_tables: per cache group, physical block of each logical block (`position // page_size`), borrowed.
-            Blocks that fell out of a sliding window are `NULL_BLOCK`.
-        num_logits: how many of the *last* new tokens need logits: 0 none, 1 to sample, more for prompt log-probs.
-        is_sampled: True when a token is sampled from the last logits (the chunk reaches the end of `tokens`).
-        sampling: resolved parameters of the request.
-        seed: 64-bit key of the request's random stream; the sampled position is the counter.
+        request_id: unique for the runner's life, apart from a request that was closed and is opened again.
+        token_ids: prompt and output so far.
+        num_prompt_tokens: how many of these are the prompt.
+        sampling: resolved parameters.
+        seed: 64-bit key of the random stream; the sampled position is the counter.
+        adapter, grammar_key: name of an adapter of the weights, key of a compiled grammar; None is none.
     """
 
     request_id: int
-    tokens: Sequence[int]
+    token_ids: tuple[int, ...]
     num_prompt_tokens: int
-    num_computed_tokens: int
-    num_new_tokens: int
-    block_tables: tuple[Sequence[int], ...]
-    num_logits: int
-    is_sampled: bool
     sampling: SamplingParams
     seed: int
+    adapter: str | None = None
+    grammar_key: str | None = None
+
+
+class StepEntry(NamedTuple):
+    """One request's part of a step.
+
+    The step computes the tokens at positions `num_computed_tokens` to `num_computed_tokens + num_new_tokens`, writes
+    their K/V through the request's block tables, and attends to all positions before them.
+
+    Attributes:
+        request_id: of an open request.
+        num_logits: how many of the *last* new tokens need logits: 0 none, 1 to sample, more for prompt log-probs
+            and for drafts.
+        is_sampled: True when tokens are sampled: the entry reaches the end of what is known of the request.
+        new_token_ids: tokens to append to the record first: only those that the runner did not return itself.
+        block_start: where `new_blocks` go in the request's block tables; what stood there and behind is replaced.
+        new_blocks: per group, ids of physical blocks; `()` when nothing has changed. Blocks that fell out of a sliding
+            window are not taken back: they keep their old id, and are not read.
+        draft_token_ids: guesses at the next tokens, the last of the new ones; a draft is accepted when it equals what
+            is sampled before it.
+    """
+
+    request_id: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    num_logits: int
+    is_sampled: bool
+    new_token_ids: tuple[int, ...] = ()
+    block_start: int = 0
+    new_blocks: tuple[tuple[int, ...], ...] = ()
+    draft_token_ids: tuple[int, ...] = ()
 
 
 class BlockCopy(NamedTuple):
-    """Copy one physical block of one group before the forward pass (copy on write)."""
+    """Copy one physical block of one group."""
 
     group: int
     source: int
     target: int
 
 
+class BlockSwap(NamedTuple):
+    """Copy one physical block of one group to, or from, a place of the swap space."""
+
+    group: int
+    block: int
+    place: int
+
+
 class StepPlan(NamedTuple):
-    """Everything a runner needs for one step.
+    """Everything a runner has to do for one step.
 
     Attributes:
         entries: the requests of the step; entries that sample and entries that do not are mixed freely.
         num_tokens: sum of `num_new_tokens`.
-        block_copies: to be applied, in order, before the forward pass.
-        released_ids: requests that ended since the last plan; a runner drops what it keeps for them.
+        opened: requests that have their first entry in this plan.
+        closed: ids that no further plan names, unless they are opened again; no plan in flight names them.
+        copies_before, copies_after: blocks to copy, in order, before and after the forward pass.
+        swaps_out, swaps_in: blocks to move to the swap space and back, before anything is copied.
     """
 
     entries: tuple[StepEntry, ...]
     num_tokens: int
-    block_copies: tuple[BlockCopy, ...] = ()
-    released_ids: tuple[int, ...] = ()
-
-
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position.
-
-    Attributes:
-        token_id, logprob: of the token that was chosen (or, for a prompt, that stands there).
-        rank: 1-based rank of that token in the same distribution.
-        top: the most likely (token id, log-probability) pairs, best first; always includes the chosen token.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
+    opened: tuple[OpenedRequest, ...] = ()
+    closed: tuple[int, ...] = ()
+    copies_before: tuple[BlockCopy, ...] = ()
+    copies_after: tuple[BlockCopy, ...] = ()
+    swaps_out: tuple[BlockSwap, ...] = ()
+    swaps_in: tuple[BlockSwap, ...] = ()
 
 
 class StepResult(NamedTuple):
     """What a runner returns for a plan; lists are aligned with `plan.entries`.
 
     Attributes:
-        token_ids: the sampled token, or None where nothing was sampled or the request failed.
-        logprobs: of the sampled token where asked for; None when no request asked.
+        token_ids: per entry what was sampled: nothing, one token, or the accepted drafts and one more. Empty where the
+            request failed.
+        logprobs: of the sampled tokens where asked for; None when no request asked.
         prompt_logprobs: by request id, one element per logit row of this step that belongs to a *prompt* target
             (the row at position p predicts token p + 1), only for requests that asked.
         errors: by request id, a failure that ends that request only (a raising processor, NaN logits).
     """
 
-    token_ids: Sequence[int | None]
-    logprobs: Sequence[TokenLogprobs | None] | None = None
+    token_ids: Sequence[tuple[int, ...]]
+    logprobs: Sequence[tuple[TokenLogprobs, ...] | None] | None = None
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] | None = None
     errors: Mapping[int, Exception] | None = None
 
 
-class Runner(Protocol):
-    """Executes plans. Built, used and closed in the worker thread only.
+Handle = Any
+"""A plan in flight; what it is, is the runner's own business."""
 
-    Two more methods are called where a runner has them: `release(request_ids)` when no further plan will name those
-    requests, and `reload_weights()` when the model's weights may have changed.
+
+class Runner(Protocol):
+    """Executes plans. Built, used and closed in the worker thread only; one life of an engine has it at a time.
+
+    Attributes:
+        cache_layout: the paged cache that it holds.
+        vocab_size: rows of the logits; every id-valued parameter is checked against it.
+        max_model_len: the most tokens (prompt and output) that the model's positions allow.
+        device_type: where it computes, as torch names it ("cpu", "cuda").
+        depth: how many plans may be submitted before the first of them is collected; 1 where `submit` runs the step.
+        choices: what was decided when it was built, each with its reason.
     """
 
     @property
-    def cache_layout(self) -> CacheLayout:
-        """The paged cache that this runner holds."""
+    def cache_layout(self) -> CacheLayout: ...
 
     @property
-    def vocab_size(self) -> int:
-        """Rows of the logits; every id-valued parameter is checked against it."""
+    def vocab_size(self) -> int: ...
 
     @property
-    def max_model_len(self) -> int:
-        """The most tokens (prompt and output) that the model's positions allow."""
+    def max_model_len(self) -> int: ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run the model once over the plan and sample.
+    @property
+    def device_type(self) -> str: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def choices(self) -> Sequence[Choice]: ...
+
+    def submit(self, plan: StepPlan) -> Handle:
+        """Start a step; at most `depth` are under way. A plan without entries only opens, closes and copies.
 
         Raises:
             Exception: anything raised here is fatal for the engine (`EngineDead`); request-scoped failures are
                 returned in `StepResult.errors`.
         """
 
-    def describe(self) -> dict[str, str]:
-        """What was chosen and why, one line per choice."""
+    def collect(self, handle: Handle) -> StepResult:
+        """Return the result of the plan that was submitted first, waiting for it.
+
+        Raises:
+            Exception: as for `submit`.
+        """
+
+    def release(self) -> None:
+        """Forget every request and every plan: the life that had this runner is over. The next one finds it empty."""
+
+    def reload_weights(self) -> None:
+        """Take the model's weights as they are now: they may have changed since. No plan is in flight.
+
+        Raises:
+            ConfigError: the model has become one that this runner cannot run.
+        """
 
     def close(self) -> None:
         """Free the cache and restore whatever was changed on a user's model. Idempotent."""

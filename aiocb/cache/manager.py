@@ -181,7 +181,8 @@ class CacheManager:
             if is_fresh:
                 sequence.first_blocks[g] = first
         saved = num_blocks * self.page_size - sequence.num_computed_tokens
-        sequence.num_computed_tokens = num_blocks * self.page_size
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_blocks * self.page_size
+        sequence.num_sent_blocks = min(sequence.num_sent_blocks, start)
         sequence.num_published = num_blocks
         sequence.capacity = len(sequence.tables[0]) * self.page_size
         return saved
@@ -228,7 +229,7 @@ class CacheManager:
         self._open(sequence)
         self._drop_out_of_window(sequence)
         free = min(pool.num_free for pool in self.pools)
-        return min(num_tokens, sequence.capacity + free * self.page_size - sequence.num_computed_tokens)
+        return min(num_tokens, sequence.capacity + free * self.page_size - sequence.num_scheduled_tokens)
 
     def allocate(self, sequence: CachedSequence, num_tokens: int) -> bool:
         """Make room for the first `num_tokens` tokens of a request; False, and nothing taken, when it is not there."""
@@ -245,16 +246,29 @@ class CacheManager:
         sequence.capacity = len(sequence.tables[0]) * self.page_size
         return True
 
-    def free(self, sequence: CachedSequence) -> None:
-        """Give all blocks back; the published ones stay hittable. Idempotent."""
-        for g, table in enumerate(sequence.tables):
-            for block in reversed(table):
-                self._release(g, block)
+    def new_blocks(self, sequence: CachedSequence) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """What the runner has not been told of the tables: from which logical block on, and the blocks by group."""
+        start, end = sequence.num_sent_blocks, len(sequence.tables[0])
+        if start == end:
+            return 0, ()
+        sequence.num_sent_blocks = end
+        return start, tuple([tuple(table[start:]) for table in sequence.tables])
+
+    def detach(self, sequence: CachedSequence) -> tuple[list[int], ...]:
+        """Let a request hold nothing any more; its tables, for `free_tables`, now or later. Idempotent."""
+        tables = sequence.tables
         sequence.tables = ()
         sequence.capacity = 0
         sequence.first_blocks = []
-        sequence.num_published = 0
-        sequence.num_computed_tokens = 0
+        sequence.num_published = sequence.num_sent_blocks = 0
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
+        return tables
+
+    def free_tables(self, tables: tuple[list[int], ...]) -> None:
+        """Give back the blocks that a request held; the published ones stay hittable."""
+        for g, table in enumerate(tables):
+            for block in reversed(table):
+                self._release(g, block)
 
     def can_fork(self, source: CachedSequence, num_tokens: int) -> bool:
         """True when `source` holds the KV of its first `num_tokens` tokens, as far as the next one can see them."""
@@ -274,7 +288,7 @@ class CacheManager:
         num_full, rest = divmod(num_tokens, self.page_size)
         if rest and not all(pool.num_free for pool in self.pools):
             return None
-        self.free(target)
+        assert not target.tables, "a fork starts with nothing"
         self._is_current(target)
         self._open(target)
         copies = []
@@ -288,7 +302,7 @@ class CacheManager:
                 table += self._take(g, 1)
                 copies.append(BlockCopy(g, shared[num_full], table[-1]))
             target.first_blocks[g] = first
-        target.num_computed_tokens = num_tokens
+        target.num_computed_tokens = target.num_scheduled_tokens = num_tokens
         target.num_published = num_full
         target.capacity = len(target.tables[0]) * self.page_size
         return copies
@@ -299,15 +313,22 @@ class CacheManager:
         used = sum(pool.num_used * size for pool, size in zip(self.pools, sizes, strict=True))
         return used / sum(pool.num_usable * size for pool, size in zip(self.pools, sizes, strict=True))
 
-    def check_invariants(self, sequences: Iterable[CachedSequence]) -> None:
+    def check_invariants(
+        self, sequences: Iterable[CachedSequence], held: Iterable[tuple[list[int], ...]] = ()
+    ) -> None:
         """Check pools, indices and the tables of all requests that hold blocks, against each other.
+
+        Args:
+            sequences: all that hold blocks.
+            held: tables whose requests hold them no longer, but which have not been freed yet.
 
         Raises:
             AssertionError: blocks are lost, owned by nobody, published wrongly or missing in a window.
         """
         references = [[0] * pool.num_blocks for pool in self.pools]
         for sequence in sequences:
-            assert sequence.num_computed_tokens <= sequence.capacity
+            assert sequence.num_computed_tokens <= sequence.num_scheduled_tokens <= sequence.capacity
+            assert sequence.num_sent_blocks * self.page_size <= sequence.capacity
             for g, table in enumerate(sequence.tables):
                 assert len(table) * self.page_size == sequence.capacity
                 first = self._first_block(self._windows[g], sequence.num_computed_tokens)
@@ -318,6 +339,10 @@ class CacheManager:
                     references[g][block] += block != NULL_BLOCK
             if sequence.tables and sequence.cache_version == self.version:
                 self._check_digests(sequence)
+        for tables in held:
+            for g, table in enumerate(tables):
+                for block in table:
+                    references[g][block] += block != NULL_BLOCK
         for pool, index, expected in zip(self.pools, self.indices, references, strict=True):
             pool.check_invariants()
             index.check_invariants()

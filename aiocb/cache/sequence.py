@@ -16,10 +16,10 @@ class CachedSequence:
     Attributes:
         tokens: prompt and output; only appended to.
         num_computed_tokens: leading tokens whose KV is in the cache.
+        num_scheduled_tokens: leading tokens whose KV is there once all plans in flight have been executed.
         cache_salt: separates prefixes that must not be shared.
-        tables: per group, the physical block of each logical block; `()` while nothing is held. The lists grow and
-            lose out-of-window blocks in place; they are replaced, never emptied, when the blocks are given back, so a
-            plan that borrowed them stays whole.
+        tables: per group, the physical block of each logical block; `()` while nothing is held.
+        num_sent_blocks: leading logical blocks of the tables that the runner has been told of.
         capacity: tokens that the tables have room for.
         first_blocks: per group, the first logical block that has not fallen out of the window.
         digests: chained digest of each full block, as far as they were needed.
@@ -35,6 +35,8 @@ class CachedSequence:
         "first_blocks",
         "num_computed_tokens",
         "num_published",
+        "num_scheduled_tokens",
+        "num_sent_blocks",
         "tables",
         "tokens",
     )
@@ -42,8 +44,10 @@ class CachedSequence:
     def __init__(self, tokens: list[int], cache_salt: str | bytes | None = None) -> None:
         self.tokens = tokens
         self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
         self.cache_salt = cache_salt
         self.tables: tuple[list[int], ...] = ()
+        self.num_sent_blocks = 0
         self.capacity = 0
         self.first_blocks: list[int] = []
         self.digests: list[bytes] = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from aiocb.engine.slot import Delivery, End, Lane, Slot
 from aiocb.outputs import FinishReason, RequestMetrics, Usage
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import TokenLogprobs
+from aiocb.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
     from aiocb.scheduler.request import Request

@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiocb.outputs import FinishReason, RequestMetrics, Usage
-from aiocb.step import TokenLogprobs
+from aiocb.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
     from aiocb.engine.session import Session
     from aiocb.engine.slot import End, Lane, Slot
-    from aiocb.step import TokenLogprobs
+    from aiocb.outputs import TokenLogprobs
 
 __all__ = ["Stream"]
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aiocb.sampling.rows import parts, row_argmax
 from aiocb.sampling.truncation import SelectionParams, iterate_kept, sorted_candidates
-from aiocb.step import TokenLogprobs
+from aiocb.outputs import TokenLogprobs
 
 __all__ = ["LOWEST_LOGPROB", "full_logprobs", "processed_logprobs", "raw_logprobs", "token_logprobs"]
 

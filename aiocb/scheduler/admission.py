@@ -55,7 +55,11 @@ class Admission:
         request = self.roster.queue.peek()
         if request is None or (draft.guest is not None and draft.guest is not request):
             return False
-        return before is None or request.rank < before
+        return self._can_open(request) and (before is None or request.rank < before)
+
+    def _can_open(self, request: Request) -> bool:
+        """False while a plan in flight names it from before its preemption: it has not been closed yet."""
+        return not (request.num_preemptions and self.roster.flights.holds(request))
 
     def next(
         self, draft: Draft, cap: int, promised: list[int], before: tuple[int, int] | None = None
@@ -119,7 +123,7 @@ class Admission:
         """Preempt less important requests, if that gets the most important waiting one a seat and blocks."""
         roster, cache = self.roster, self.cache
         request = roster.queue.peek()
-        if request is None:
+        if request is None or not self._can_open(request):
             return
         victims = [running for running in roster.running() if running.priority > request.priority]
         if not victims:
@@ -212,7 +216,9 @@ class Admission:
         if copies is None:
             return False
         self.roster.enter(request)
-        draft.copies += copies
+        if copies:
+            draft.copies += copies
+            draft.sources.append(source)
         assert request.group is not None
         request.group.last_fork = request
         request.num_cached_tokens = common

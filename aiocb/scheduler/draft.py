@@ -1,9 +1,9 @@
-"""The step under construction: `Draft`. Built by `Scheduler.schedule`, gone with `Scheduler.update`."""
+"""The step under construction: `Draft`. Built by `Scheduler.schedule`, gone with it."""
 
 from __future__ import annotations
 
 from aiocb.scheduler.request import Request
-from aiocb.step import BlockCopy, StepEntry, StepPlan
+from aiocb.step import BlockCopy, OpenedRequest, StepEntry, StepPlan
 
 __all__ = ["Draft"]
 
@@ -18,6 +18,7 @@ class Draft:
     Attributes:
         entries, requests: aligned; the hot loops of the scheduler append to both directly.
         copies: block copies that come before the forward pass.
+        sources: requests whose blocks are copied.
         budget: tokens left.
         has_preempted: a running request has lost its blocks while this step was built.
         num_parked: requests that were parked while this step was built.
@@ -33,7 +34,9 @@ class Draft:
         "max_requests",
         "max_tokens",
         "num_parked",
+        "opened",
         "requests",
+        "sources",
     )
 
     def __init__(self, max_tokens: int, max_requests: int) -> None:
@@ -42,7 +45,9 @@ class Draft:
         self.budget = max_tokens
         self.entries: list[StepEntry] = []
         self.requests: list[Request] = []
+        self.opened: dict[int, OpenedRequest] = {}
         self.copies: list[BlockCopy] = []
+        self.sources: list[Request] = []
         self.has_preempted = False
         self.num_parked = 0
         self.guest: Request | None = None
@@ -52,30 +57,28 @@ class Draft:
         """True when another entry can be added."""
         return self.budget > 0 and len(self.entries) < self.max_requests
 
-    def add_chunk(self, request: Request, count: int) -> None:
-        """Let the step compute the next `count` tokens of a request; the blocks are there."""
-        start = request.num_computed_tokens
-        end = start + count
+    def add_chunk(self, request: Request, count: int, block_start: int, blocks: tuple[tuple[int, ...], ...]) -> None:
+        """Let the step compute the next `count` tokens of a request; the blocks are there.
+
+        Args:
+            request: a running one.
+            count: how many tokens.
+            block_start, blocks: what the runner has to be told of its tables.
+        """
+        start = request.num_scheduled_tokens
+        end = request.num_scheduled_tokens = start + count
         is_sampled = end == len(request.tokens)
         num_logits = 1 if is_sampled else 0
         if request.skips_prefix:
             # Rows that were delivered before a preemption are not delivered twice.
             num_logits = max(num_logits, end - max(start, request.num_prompt_logprobs))
-        self.requests.append(request)
-        self.entries.append(
-            StepEntry(
-                request.id,
-                request.tokens,
-                request.num_prompt_tokens,
-                start,
-                count,
-                request.tables,
-                num_logits,
-                is_sampled,
-                request.sampling,
-                request.seed,
+        if not request.is_open:
+            request.is_open = True
+            self.opened[request.id] = OpenedRequest(
+                request.id, tuple(request.tokens), request.num_prompt_tokens, request.sampling, request.seed
             )
-        )
+        self.requests.append(request)
+        self.entries.append(StepEntry(request.id, start, count, num_logits, is_sampled, (), block_start, blocks))
         self.budget -= count
 
     def recount(self) -> None:
@@ -88,14 +91,17 @@ class Draft:
             # Its blocks go to somebody else in this step: a copy into them must not happen.
             held = [set(table) for table in request.tables]
             self.copies = [copy for copy in self.copies if copy.target not in held[copy.group]]
+        if self.opened.pop(request.id, None) is not None:
+            request.is_open = False  # the runner never hears of it
         if request in self.requests:
             i = self.requests.index(request)
             del self.requests[i]
             self.budget += self.entries.pop(i).num_new_tokens
 
-    def plan(self, released_ids: tuple[int, ...]) -> StepPlan:
+    def plan(self, closed: tuple[int, ...]) -> StepPlan:
         """Return the finished plan."""
-        return StepPlan(tuple(self.entries), self.max_tokens - self.budget, tuple(self.copies), released_ids)
+        num_tokens = self.max_tokens - self.budget
+        return StepPlan(tuple(self.entries), num_tokens, tuple(self.opened.values()), closed, tuple(self.copies))
 
     def __repr__(self) -> str:
         return f"<Draft [{len(self.entries)} requests | {self.max_tokens - self.budget}/{self.max_tokens} tokens]>"

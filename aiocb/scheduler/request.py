@@ -89,6 +89,7 @@ class Request(CachedSequence):
         num_cached_tokens: tokens that were not computed thanks to the prefix cache (or to a fork) when it first ran.
         num_prompt_logprobs: prompt positions whose log-probabilities have been delivered.
         has_run: it was admitted at least once.
+        is_open: the runner keeps a record of it.
         end_ids: end-of-sequence and stop ids together; they end the request beyond `min_tokens` tokens.
         finish_reason: None until it has ended.
     """
@@ -107,6 +108,7 @@ class Request(CachedSequence):
         "has_run",
         "id",
         "index",
+        "is_open",
         "max_tokens",
         "min_tokens",
         "num_cached_tokens",
@@ -169,7 +171,7 @@ class Request(CachedSequence):
         self.queue_deadline = queue_deadline
         self.status = WAITING
         self.finish_reason: FinishReason | None = None
-        self.has_run = False
+        self.has_run = self.is_open = False
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.submitted_at = submitted_at

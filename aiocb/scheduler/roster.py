@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from aiocb.cache.manager import CacheManager
 from aiocb.scheduler.draft import Draft
+from aiocb.scheduler.flights import Flights
 from aiocb.scheduler.pending import PendingPrefixes
 from aiocb.scheduler.queue import WaitingQueue
 from aiocb.scheduler.request import Request, RequestStatus
@@ -26,6 +27,7 @@ class Roster:
         cache: that they hold blocks of.
 
     Attributes:
+        flights: plans in flight, through which blocks are given back.
         queue: those that wait to be admitted.
         pending: who computes which prefix, and who is parked on it.
         prefilling: run, with more than their newest token to compute.
@@ -36,6 +38,7 @@ class Roster:
 
     def __init__(self, cache: CacheManager) -> None:
         self.cache = cache
+        self.flights = Flights(cache)
         self.queue = WaitingQueue()
         self.pending = PendingPrefixes(cache.page_size)
         # Insertion-ordered sets by id: O(1) to leave, as fast to walk as a list.
@@ -53,6 +56,10 @@ class Roster:
         """All requests that take part in steps."""
         yield from self.prefilling.values()
         yield from self.decoding.values()
+
+    def open_requests(self) -> Iterator[Request]:
+        """All that the runner keeps a record of, apart from those that it is about to close."""
+        return (request for request in (*self.running(), *self.paused.values()) if request.is_open)
 
     def enter(self, request: Request) -> None:
         """Admit the first of the queue."""
@@ -88,7 +95,7 @@ class Roster:
             self.queue.push(request)
             return
         request.transition("resume")
-        if len(request.tokens) - request.num_computed_tokens == 1 and request.num_output_tokens:
+        if request.is_open and len(request.tokens) - request.num_computed_tokens == 1 and request.num_output_tokens:
             self.decoding[request.id] = request
             return
         self.prefilling[request.id] = request
@@ -150,7 +157,7 @@ class Roster:
         request.transition("preempt")
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self.cache.free(request)
+        self.flights.give_back(request)
         if not is_paused:
             self.queue.push(request)
 
@@ -182,7 +189,10 @@ class Roster:
             assert request.num_computed_tokens < len(request.tokens) <= request.max_tokens
         self.queue.check_invariants()
         self.pending.check_invariants(self.prefilling.values())
-        self.cache.check_invariants([*running, *paused])
+        for request in self.decoding.values():
+            assert request.is_open and request.num_sent_blocks == len(request.tables[0]), "the runner lacks blocks"
+        assert not any(request.is_open for request in waiting), "a request waits with a record at the runner"
+        self.cache.check_invariants([*running, *paused], self.flights.held_tables())
 
     def __repr__(self) -> str:
         return (

@@ -9,8 +9,10 @@ end of the step is sampled. Chunked prefill, prefix hits and resuming after pree
               │   └─ on an owner │ └──────── resume ──────┼─┤
               └────── preempt ───┴────────────────────────┘ └─► paused
 
-`schedule` decides and touches no tensor, `update` takes the result and returns events. In between the plan borrows the
-requests' lists; `add`, `finish`, `pause`, `resume` and `expire` may be called there.
+`schedule` decides and touches no tensor, `update` takes the result and returns events. Plans may overlap: while one is
+in flight the next is made, with the sampled tokens of the first still unknown. Results come in the order of the plans;
+what came for a request that has ended or lost its blocks meanwhile is dropped. All other methods may be called at any
+time in between.
 
 Progress: a request that needs a block takes it from paused requests or from running ones of *lower* rank, never from
 itself. The running request of the highest rank can thus take all blocks and always advances; nothing waits in a circle.
@@ -18,7 +20,7 @@ itself. The running request of the highest rank can thus take all blocks and alw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from aiocb.cache.manager import CacheManager
 from aiocb.config import SchedulerType
@@ -32,11 +34,15 @@ from aiocb.scheduler.request import ParallelGroup, Request, RequestStatus
 from aiocb.scheduler.roster import Roster
 from aiocb.step import StepEntry, StepPlan, StepResult
 
+
 __all__ = ["Finished", "Scheduler", "Update"]
 
-# Locals of the hot loops; tuple.__new__ builds a NamedTuple in half the time of its own constructor.
+# tuple.__new__ builds a NamedTuple in half the time of its own constructor.
 _new = tuple.__new__
 _WAITING, _RUNNING, _, _PAUSED, _FINISHED = RequestStatus
+
+Drafter = Callable[[Request], Sequence[int]]
+"""Guesses how a request goes on: any number of tokens, none where it has no idea."""
 
 
 class Scheduler:
@@ -50,6 +56,7 @@ class Scheduler:
         scheduler_type: `fifo`: decoding first, then prompts in order of arrival; `prefill_first`: prompts first;
             `priority`: as fifo, by (priority, arrival), and a more important request preempts a less important one.
         safety_margin: while less than this share of the blocks is free, nothing is admitted unless nothing runs.
+        drafter: makes the drafts of decoding requests; None makes none.
 
     Attributes:
         num_generated_tokens, num_prompt_tokens_computed: output so far; prompt tokens that went through the model.
@@ -64,6 +71,7 @@ class Scheduler:
         max_prefill_chunk: int | None = None,
         scheduler_type: SchedulerType = "fifo",
         safety_margin: float = 0.0,
+        drafter: Drafter | None = None,
     ) -> None:
         if max_batch_tokens < 1 or max_requests_per_batch < 1:
             raise ValueError("a step needs room for one token and one request")
@@ -79,10 +87,8 @@ class Scheduler:
         self._roster = Roster(cache)
         self._admission = Admission(self._roster, self.max_requests_per_batch, safety_margin)
         self._deadlines = Deadlines()
-        self._released: list[int] = []
-        # The step in flight: what `schedule` has returned and `update` has not taken yet.
-        self._plan: StepPlan | None = None
-        self._flight: list[Request] = []
+        self._flights = self._roster.flights
+        self._drafter = drafter
 
     # What the engine asks
 
@@ -128,9 +134,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True when `schedule` has something to do; paused requests alone are no work."""
+        """True when there is something to compute, or to tell the runner; paused requests alone are no work."""
         roster = self._roster
-        return bool(roster.decoding or roster.prefilling or roster.queue)
+        return bool(roster.decoding or roster.prefilling or roster.queue or self._flights or self._flights.has_closed)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that `schedule` has returned and `update` has not taken yet."""
+        return len(self._flights)
 
     @property
     def next_deadline(self) -> float | None:
@@ -200,9 +211,7 @@ class Scheduler:
         request.finish_reason = reason
         request.finished_at = now
         self._deadlines.discard(request)
-        self.cache.free(request)
-        if request.has_run:
-            self._released.append(request.id)
+        self._flights.give_back(request)
         return Finished(request, reason, stop_reason, error)
 
     def expire(self, now: float) -> list[Finished]:
@@ -227,12 +236,6 @@ class Scheduler:
         """Let a paused request go on, where it stopped if it still has its blocks. No-op unless it is paused."""
         self._roster.resume(request)
 
-    def take_released(self) -> tuple[int, ...]:
-        """The ids that no plan has told the runner of yet (for a last plan without entries)."""
-        released = tuple(self._released)
-        self._released.clear()
-        return released
-
     def preempt_all(self) -> None:
         """Take the blocks of every request: all is recomputed (after the weights have changed)."""
         for request in [*self._roster.running(), *self._roster.paused.values()]:
@@ -253,10 +256,9 @@ class Scheduler:
             now: the time to note for requests that run for the first time.
 
         Returns:
-            A plan, valid until `update`; without entries only when there is no work. `released_ids` travel with the
-            next plan that has entries.
+            A plan. Without entries when nothing can be computed before a plan in flight has been collected, or there is
+            no work; then it needs no `update`, and is to be executed only if it closes something.
         """
-        assert self._plan is None, "the last plan has not been updated"
         draft = Draft(self.max_batch_tokens, self.max_requests_per_batch)
         if self.scheduler_type == "prefill_first":
             self._schedule_prompts(draft, now)
@@ -266,43 +268,72 @@ class Scheduler:
                 self._admission.make_way(draft, self.max_prefill_chunk)
             self._schedule_decoding(draft)
             self._schedule_prompts(draft, now)
-        if not draft.entries:
-            assert not draft.copies, "a fork would be lost"
-            return draft.plan(())
-        self._plan = plan = draft.plan(tuple(self._released))
-        self._flight = draft.requests
-        self._released.clear()
+        assert draft.entries or not draft.copies, "a fork would be lost"
+        plan = draft.plan(self._flights.take_closed())
+        if plan.entries:
+            self._flights.launch(plan, draft.requests, draft.sources)
         return plan
 
     def _schedule_decoding(self, draft: Draft) -> None:
-        decoding, entries, flight = self._roster.decoding, draft.entries, draft.requests
+        decoding, entries, requests = self._roster.decoding, draft.entries, draft.requests
         start = len(entries)
         limit = min(draft.budget, draft.max_requests - start)
         # A copy: preemption changes the original.
-        requests = list(decoding.values())
-        has_excess = len(requests) > limit
-        for request in requests:
+        candidates = list(decoding.values())
+        has_excess = len(candidates) > limit
+        is_ahead = bool(self._flights)
+        new, cache, drafter = _new, self.cache, self._drafter
+        spare = limit - len(candidates)  # tokens that nobody needs for his next one
+        for request in candidates:
             if has_excess and len(entries) - start >= limit:
                 break
-            computed = request.num_computed_tokens
-            # A request that an earlier one of this loop has preempted has no capacity left.
-            if computed >= request.capacity and not self._make_room(request, computed + 1, draft):
+            position = request.num_scheduled_tokens
+            if is_ahead and position != len(request.tokens) - 1 and not self._can_run_ahead(request):
                 continue
-            flight.append(request)
-            # fmt: off
-            entries.append(_new(StepEntry, (
-                request.id, request.tokens, request.num_prompt_tokens, computed, 1, request.tables, 1, True,
-                request.sampling, request.seed,
-            )))
-            # fmt: on
+            if drafter is not None and spare > 0 and (num_drafts := self._add_drafts(request, drafter, draft, spare)):
+                spare -= num_drafts
+                continue
+            block_start, blocks = 0, ()
+            # A request that an earlier one of this loop has preempted has no capacity left.
+            if position >= request.capacity:
+                if not self._make_room(request, position + 1, draft):
+                    continue
+                block_start, blocks = cache.new_blocks(request)
+            request.num_scheduled_tokens = position + 1
+            requests.append(request)
+            entries.append(new(StepEntry, (request.id, position, 1, 1, True, (), block_start, blocks, ())))
         if has_excess:
             # Resumed requests can exceed the seats: those that got one now stand at the end of the line.
-            for request in flight[start:]:
+            for request in requests[start:]:
                 decoding[request.id] = decoding.pop(request.id)
-        if draft.has_preempted:
+        if draft.has_preempted or drafter is not None:
             draft.recount()
         else:
             draft.budget -= len(entries) - start
+
+    @staticmethod
+    def _can_run_ahead(request: Request) -> bool:
+        """True when the next step can compute a token that the plan in flight is still going to sample."""
+        # Not behind drafts, whose number of accepted tokens is unknown, and not behind what is the last token anyway.
+        position = request.num_scheduled_tokens
+        return position == len(request.tokens) and position <= request.max_tokens - 2
+
+    def _add_drafts(self, request: Request, drafter: Drafter, draft: Draft, spare: int) -> int:
+        """Let the step verify what the drafter proposes; returns how many drafts: 0 when there are, or fit, none."""
+        position, num_tokens = request.num_scheduled_tokens, len(request.tokens)
+        # One more token than there are drafts is sampled, and the last one of all is never computed.
+        most = min(request.max_tokens - num_tokens - 1, spare)
+        if position != num_tokens - 1 or most < 1:
+            return 0
+        drafts = tuple(drafter(request))[:most]
+        count = 1 + len(drafts)
+        if not drafts or not self.cache.allocate(request, position + count):
+            return 0
+        request.num_scheduled_tokens = position + count
+        draft.requests.append(request)
+        block_start, blocks = self.cache.new_blocks(request)
+        draft.entries.append(StepEntry(request.id, position, count, count, True, (), block_start, blocks, drafts))
+        return len(drafts)
 
     def _schedule_prompts(self, draft: Draft, now: float | None) -> None:
         roster = self._roster
@@ -313,7 +344,7 @@ class Scheduler:
                     self._admit(draft, cap, now, request.rank)
                 if not draft.has_room:
                     return
-                if request.status is _RUNNING:
+                if request.status is _RUNNING and request.num_scheduled_tokens < len(request.tokens):
                     self._schedule_chunk(request, cap, draft)
         self._admit(draft, cap, now, None)
 
@@ -330,21 +361,27 @@ class Scheduler:
 
     def _schedule_chunk(self, request: Request, cap: int, draft: Draft) -> None:
         cache = self.cache
-        if not request.skips_prefix:
+        start = request.num_scheduled_tokens
+        if not request.skips_prefix and start == request.num_computed_tokens:
             # Others may have published what comes next since the last chunk.
             self._admission.count_hits(request, cache.attach(request, cache.match(request)))
-        start = request.num_computed_tokens
+            start = request.num_scheduled_tokens
         wanted = min(len(request.tokens) - start, cap, draft.budget)
         if self._make_room(request, start + 1, draft):
             count = cache.fit(request, wanted)
             cache.allocate(request, start + count)
-            draft.add_chunk(request, count)
+            draft.add_chunk(request, count, *cache.new_blocks(request))
 
     def _make_room(self, request: Request, num_tokens: int, draft: Draft) -> bool:
         """Get blocks for the first `num_tokens` tokens of a running request; False: it has to sit this step out."""
         while request.status is _RUNNING:
             if self.cache.allocate(request, num_tokens):
                 return True
+            # What is going to come back when a plan in flight has landed is waited for.
+            if self._flights and all(
+                pool.num_free + self._flights.num_held(group) > 0 for group, pool in enumerate(self.cache.pools)
+            ):
+                break
             victim = self._roster.find_victim(request)
             if victim is None:
                 break
@@ -359,14 +396,13 @@ class Scheduler:
         What came for a request that has ended or was preempted since `schedule` is dropped.
 
         Args:
-            plan: the last one that `schedule` returned.
+            plan: the oldest one in flight.
             result: what the runner made of it.
             now: the time to note for first tokens and ends.
         """
         if not plan.entries:
             return []
-        assert plan is self._plan, "update() takes the plan that schedule() returned last"
-        self._plan = None
+        requests = self._flights.land(plan)
         updates: list[Update] = []
         append = updates.append
         cache, prefilling = self.cache, self._roster.prefilling
@@ -374,54 +410,63 @@ class Scheduler:
         num_generated = 0
         running, new, update_type = _RUNNING, _new, Update
         errors, all_logprobs, prompt_logprobs = result.errors, result.logprobs, result.prompt_logprobs
-        is_plain = not errors and all_logprobs is None and not prompt_logprobs
-        for i, (request, entry, token) in enumerate(zip(self._flight, plan.entries, result.token_ids, strict=True)):
-            if request.status is not running and not self._is_valid(request, entry):
+        for i, (request, entry, token_ids) in enumerate(zip(requests, plan.entries, result.token_ids, strict=True)):
+            # Paused while its step ran: the result counts, if its blocks have not been taken since.
+            if request.status is not running and not (request.status is _PAUSED and request.capacity):
                 continue
-            count = entry[4]
-            computed = request.num_computed_tokens = entry[3] + count
-            if errors and request.id in errors:
+            request_id, start, count, _, is_sampled, _, _, _, drafts = entry
+            if errors and request_id in errors:
                 # Not published: the KV of this step may be what is wrong.
-                finished = self.finish(request, "error", error=errors[request.id], now=now)
-                append(Update(request, (), None, None, finished))
+                append(Update(request, (), None, None, self._fail(request, errors[request_id], now)))
                 continue
+            computed = request.num_computed_tokens = start + count
+            if drafts:
+                # What was computed of drafts that were not accepted is computed again.
+                computed -= len(drafts) + 1 - len(token_ids)
+                request.num_computed_tokens = request.num_scheduled_tokens = computed
+            tokens = request.tokens
+            if is_sampled:
+                tokens += token_ids
             if computed % page_size < count:
                 cache.publish(request)
-            if prefilling and request.id in prefilling:
+            if prefilling and request_id in prefilling:
                 self._advance(request, entry, now)
-            elif request.first_token_at is None and entry[7]:
+            elif request.first_token_at is None and is_sampled:
                 request.first_token_at = now
-            logprobs = None
+            logprobs = None if all_logprobs is None else all_logprobs[i]
             prompt = None
-            if not is_plain:
-                if all_logprobs is not None and (logprob := all_logprobs[i]) is not None:
-                    logprobs = (logprob,)
-                if prompt_logprobs and request.id in prompt_logprobs:
-                    prompt = tuple(prompt_logprobs[request.id])
-                    last = min(computed, request.num_prompt_tokens - 1)
-                    request.num_prompt_logprobs = max(request.num_prompt_logprobs, last)
-            if not entry[7]:
+            if prompt_logprobs and request_id in prompt_logprobs:
+                prompt = tuple(prompt_logprobs[request_id])
+                last = min(computed, request.num_prompt_tokens - 1)
+                request.num_prompt_logprobs = max(request.num_prompt_logprobs, last)
+            if not is_sampled:
                 if prompt:
                     append(Update(request, (), None, prompt, None))
                 continue
-            if token is None:
+            if not token_ids:
                 error = RequestFailed("the runner returned no token for a request that it should have sampled")
-                append(Update(request, (), None, prompt, self.finish(request, "error", error=error, now=now)))
+                append(Update(request, (), None, prompt, self._fail(request, error, now)))
                 continue
-            tokens = request.tokens
-            tokens.append(token)
-            num_tokens = len(tokens)
-            num_generated += 1
             finished = None
-            if token in request.end_ids and num_tokens > request.min_tokens:
-                stop_reason = None if token in request.eos_ids else token
-                finished = self.finish(request, "stop", stop_reason=stop_reason, now=now)
-            elif num_tokens >= request.max_tokens:
-                finished = self.finish(request, "length", now=now)
-            append(new(update_type, (request, (token,), logprobs, prompt, finished)))
+            num_tokens = len(tokens) - len(token_ids)
+            for kept, token in enumerate(token_ids, 1):
+                if token in request.end_ids and num_tokens + kept > request.min_tokens:
+                    stop_reason = None if token in request.eos_ids else token
+                    finished = self.finish(request, "stop", stop_reason=stop_reason, now=now)
+                elif num_tokens + kept >= request.max_tokens:
+                    finished = self.finish(request, "length", now=now)
+                else:
+                    continue
+                del tokens[num_tokens + kept :]
+                token_ids, logprobs = token_ids[:kept], logprobs and logprobs[:kept]
+                break
+            num_generated += len(token_ids)
+            append(new(update_type, (request, token_ids, logprobs, prompt, finished)))
         self.num_generated_tokens += num_generated
-        self._flight = []
         return updates
+
+    def _fail(self, request: Request, error: Exception, now: float | None) -> Finished | None:
+        return self.finish(request, "error", error=error, now=now)
 
     def _advance(self, request: Request, entry: StepEntry, now: float | None) -> None:
         """Take note of a prompt's chunk: deliver followers, and move on to decoding after the last one."""
@@ -434,9 +479,9 @@ class Scheduler:
         else:
             self._roster.wake(request, request.num_computed_tokens)
 
-    def _is_valid(self, request: Request, entry: StepEntry) -> bool:
-        # Paused while its step ran: the result counts, if its blocks have not been taken since.
-        return request.status is _PAUSED and request.tables is entry.block_tables
+    def open_requests(self) -> Iterator[Request]:
+        """The requests that the runner keeps a record of, apart from those that it is about to close."""
+        return self._roster.open_requests()
 
     def check_invariants(self) -> None:
         """Check every container, the cache and the pending prefixes, against each other.

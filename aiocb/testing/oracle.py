@@ -3,7 +3,8 @@
 Where a model writes K and V, the oracle writes a 64-bit hash of the whole history up to that token, per group and
 physical slot. Before it "attends", it checks that every position which the new tokens can see holds exactly their own
 history: a block that was shared wrongly, reused too early, not copied, dropped from a window or published before it
-was written raises `KVMismatch` in the very step that reads it.
+was written raises `KVMismatch` in the very step that reads it. It keeps its own record of every open request, as a
+runner does, and obeys nothing else: a plan that tells too little is noticed as well.
 
 Its next token is a function of the history (and of the seed, when the request samples), so the output of a request is
 the same alone, batched, chunked, preempted or forked, and `expected_output` tells it in advance.
@@ -13,10 +14,27 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from aiocb.config import Choice
+from aiocb.outputs import TokenLogprobs
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import NULL_BLOCK, CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult, TokenLogprobs
+from aiocb.step import (
+    NULL_BLOCK,
+    BlockCopy,
+    CacheGroup,
+    CacheLayout,
+    OpenedRequest,
+    StepEntry,
+    StepPlan,
+    StepResult,
+)
+
+if TYPE_CHECKING:
+    from aiocb.scheduler.request import Request
 
 __all__ = ["KVMismatch", "KVOracle", "simple_layout"]
 
@@ -45,19 +63,55 @@ def simple_layout(
     return CacheLayout(page_size, tuple(groups))
 
 
+class _Mirror:
+    """What the oracle knows of one open request.
+
+    Attributes:
+        tokens: as the scheduler has told, and as the results that were collected say.
+        ahead: sampled by plans whose results have not been collected.
+        tables: per group, the physical block of each logical block.
+        history: hash of the history up to each position, as far as it was needed.
+    """
+
+    __slots__ = ("ahead", "history", "num_prompt_tokens", "sampling", "seed", "tables", "tokens")
+
+    def __init__(self, opened: OpenedRequest, num_groups: int) -> None:
+        self.tokens = list(opened.token_ids)
+        self.num_prompt_tokens = opened.num_prompt_tokens
+        self.sampling = opened.sampling
+        self.seed = opened.seed
+        self.ahead: list[int] = []
+        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
+        self.history: list[int] = []
+
+    def extend(self, tokens: Sequence[int], end: int) -> list[int]:
+        """The history up to position `end` of these tokens, which begin like all that came before."""
+        history = self.history
+        for position in range(len(history), end):
+            history.append(_extend(history[-1] if history else 0, position, tokens[position]))
+        return history
+
+
 class KVOracle:
     """A `Runner` that computes nothing and checks everything.
+
+    Steps are executed as they are submitted, as on a device in order; their results are shown when they are collected.
 
     Args:
         layout: of the cache that it pretends to hold.
         vocab_size: tokens are below it.
         max_model_len: reported, and checked.
+        depth: as in `Runner`.
         errors: called with each plan before it runs; returns failures by request id, or raises to fail the step.
 
     Attributes:
-        num_steps, num_tokens: executed so far.
+        num_steps, num_tokens: executed so far, by plans with entries.
         max_requests, max_tokens: the largest step so far.
+        is_closed: nobody will use it again.
     """
+
+    device_type = "cpu"
+    choices = (Choice("model", "KVOracle", "hashes instead of keys and values"),)
 
     def __init__(
         self,
@@ -65,17 +119,22 @@ class KVOracle:
         *,
         vocab_size: int = 101,
         max_model_len: int = 1 << 20,
+        depth: int = 1,
         errors: Callable[[StepPlan], Mapping[int, Exception] | None] | None = None,
     ) -> None:
-        self._layout = layout or simple_layout()
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self.cache_layout = layout or simple_layout()
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.depth = depth
         self._errors = errors
         self._pages: list[list[list[int]]] = [
-            [[0] * self._layout.page_size for _ in range(group.num_blocks)] for group in self._layout.groups
+            [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
         ]
-        self._histories: dict[int, list[int]] = {}
-        self._released: set[int] = set()
+        self._mirrors: dict[int, _Mirror] = {}
+        self._ended: dict[int, list[int]] = {}  # tokens of requests that were closed: they may be opened again with more
+        self._flights: deque[tuple[StepPlan, StepResult]] = deque()
+        self._last_id = 0  # of the lives before this one
+        self._thread: int | None = None
         self.num_steps = 0
         self.num_tokens = 0
         self.max_requests = 0
@@ -83,76 +142,156 @@ class KVOracle:
         self.is_closed = False
 
     @property
-    def cache_layout(self) -> CacheLayout:
-        """The layout it was built with."""
-        return self._layout
+    def num_open(self) -> int:
+        """Requests that were opened and not closed."""
+        return len(self._mirrors)
 
-    @property
-    def vocab_size(self) -> int:
-        """The vocabulary it was built with."""
-        return self._vocab_size
+    def check_records(self, requests: Iterable[Request]) -> None:
+        """Compare what it knows with the scheduler's truth.
 
-    @property
-    def max_model_len(self) -> int:
-        """The length it was built with."""
-        return self._max_model_len
+        Args:
+            requests: all that the scheduler takes for open.
 
-    @property
-    def num_tracked(self) -> int:
-        """Requests that it keeps state for: those that have run and were not released."""
-        return len(self._histories)
+        Raises:
+            KVMismatch: a token or a block differs.
+        """
+        for request in requests:
+            mirror = self._mirrors[request.id]
+            if mirror.tokens != request.tokens:
+                raise KVMismatch(f"the runner has other tokens of {request!r}: {mirror.tokens}, {request.tokens}")
+            for mine, table in zip(mirror.tables, request.tables, strict=True):
+                told = table[: request.num_sent_blocks]
+                if len(mine) != len(told) or any(block not in (NULL_BLOCK, known) for known, block in zip(mine, told)):
+                    raise KVMismatch(f"the runner has other blocks of {request!r}: {mine}, {told}")
 
-    def describe(self) -> dict[str, str]:
-        """One line: it is not a model."""
-        return {"model": "KVOracle: hashes instead of keys and values"}
+    def release(self) -> None:
+        """Forget every request; ids that were used are not to come again."""
+        self._last_id = max([self._last_id, *self._mirrors, *self._ended])
+        self._mirrors.clear()
+        self._ended.clear()
+        self._flights.clear()
+        self._thread = None
+
+    def reload_weights(self) -> None:
+        """Check that nothing is in flight.
+
+        Raises:
+            KVMismatch: a plan is.
+        """
+        if self._flights:
+            raise KVMismatch("weights are reloaded while a plan is in flight")
 
     def close(self) -> None:
         """Drop all state. Idempotent."""
-        self._histories.clear()
+        self.release()
         self.is_closed = True
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Submit a plan and collect it."""
+        return self.collect(self.submit(plan))
+
+    def submit(self, plan: StepPlan) -> StepPlan:
         """Write, check and "sample" one step.
 
         Raises:
             KVMismatch: the plan is inconsistent, or reads or writes a slot that it must not.
         """
-        for request_id in plan.released_ids:
-            self._histories.pop(request_id, None)
-            self._released.add(request_id)
+        thread = threading.get_ident()
+        if self._thread not in (None, thread):
+            raise KVMismatch("two threads use one runner")
+        self._thread = thread
+        if len(self._flights) >= self.depth:
+            raise KVMismatch(f"more than {self.depth} plans are in flight")
+        self._apply(plan)
         self._check_plan(plan)
+        result = self._run(plan) if plan.entries else StepResult(())
+        self._flights.append((plan, result))
+        return plan
+
+    def collect(self, handle: StepPlan) -> StepResult:
+        """Show the result of the oldest plan in flight.
+
+        Raises:
+            KVMismatch: another plan is the oldest.
+        """
+        plan, result = self._flights.popleft()
+        if plan is not handle:
+            raise KVMismatch("plans are collected out of order")
+        for entry, token_ids in zip(plan.entries, result.token_ids, strict=True):
+            mirror = self._mirrors.get(entry.request_id)
+            if mirror is None:
+                raise KVMismatch(f"request {entry.request_id} was closed while a plan in flight named it")
+            mirror.tokens += token_ids
+            del mirror.ahead[: len(token_ids)]
+        return result
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Close, open and extend."""
+        in_flight = {entry.request_id for flown, _ in self._flights for entry in flown.entries}
+        for request_id in plan.closed:
+            if request_id not in self._mirrors or request_id in in_flight:
+                raise KVMismatch(f"request {request_id} is closed, but it is not open, or in flight")
+            self._ended[request_id] = self._mirrors.pop(request_id).tokens
+        for opened in plan.opened:
+            before = self._ended.pop(opened.request_id, [])
+            if opened.request_id in self._mirrors or opened.request_id <= self._last_id:
+                raise KVMismatch(f"the id {opened.request_id} is used a second time")
+            # What came while its request was preempted was dropped, and is sampled again.
+            if any(told != known for told, known in zip(opened.token_ids, before)):
+                raise KVMismatch(f"request {opened.request_id} is opened again with other tokens than it had")
+            self._mirrors[opened.request_id] = _Mirror(opened, len(self.cache_layout.groups))
+        if {opened.request_id for opened in plan.opened} - {entry.request_id for entry in plan.entries}:
+            raise KVMismatch("a request is opened without an entry")
+        for entry in plan.entries:
+            mirror = self._mirrors.get(entry.request_id)
+            if mirror is None:
+                raise KVMismatch(f"request {entry.request_id} has an entry, but it is not open")
+            mirror.tokens += entry.new_token_ids
+            if entry.new_blocks and len(entry.new_blocks) != len(mirror.tables):
+                raise KVMismatch(f"request {entry.request_id} gets blocks for {len(entry.new_blocks)} groups")
+            for table, blocks in zip(mirror.tables, entry.new_blocks):
+                if entry.block_start > len(table):
+                    raise KVMismatch(f"request {entry.request_id} gets blocks behind the end of its table")
+                table[entry.block_start :] = blocks
+
+    def _run(self, plan: StepPlan) -> StepResult:
         errors = self._errors(plan) if self._errors is not None else None
-        for group, source, target in plan.block_copies:
-            if NULL_BLOCK in (source, target):
-                raise KVMismatch(f"the null block of group {group} is copied")
-            self._pages[group][target] = list(self._pages[group][source])
+        self._copy(plan.copies_before)
+        rows = [self._new_tokens(entry) for entry in plan.entries]
         # All writes come before all reads, as in a model's layer.
         written: set[tuple[int, int, int]] = set()
-        for entry in plan.entries:
-            self._write(entry, written)
-        for entry in plan.entries:
-            self._read(entry)
+        histories = [self._write(entry, tokens, written) for entry, tokens in zip(plan.entries, rows, strict=True)]
+        for entry, history in zip(plan.entries, histories, strict=True):
+            self._read(entry, history)
+        self._copy(plan.copies_after)
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self.max_requests = max(self.max_requests, len(plan.entries))
         self.max_tokens = max(self.max_tokens, plan.num_tokens)
-        tokens: list[int | None] = []
-        logprobs: list[TokenLogprobs | None] = []
+        token_ids: list[tuple[int, ...]] = []
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = []
         prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
-        for entry in plan.entries:
-            is_failed = bool(errors) and entry.request_id in (errors or ())
-            token = self._sample(entry) if entry.is_sampled and not is_failed else None
-            tokens.append(token)
-            wants = token is not None and entry.sampling.logprobs is not None
-            logprobs.append(_fake_logprobs(token) if wants and token is not None else None)
-            if entry.sampling.prompt_logprobs is not None:
+        for entry, history in zip(plan.entries, histories, strict=True):
+            mirror = self._mirrors[entry.request_id]
+            is_failed = errors is not None and entry.request_id in errors
+            sampled = self._sample(entry, mirror, history) if entry.is_sampled and not is_failed else ()
+            mirror.ahead += sampled
+            token_ids.append(sampled)
+            wants = bool(sampled) and mirror.sampling.logprobs is not None
+            logprobs.append(tuple(map(_fake_logprobs, sampled)) if wants else None)
+            if mirror.sampling.prompt_logprobs is not None:
                 end = entry.num_computed_tokens + entry.num_new_tokens
-                targets = range(end - entry.num_logits + 1, min(end + 1, entry.num_prompt_tokens))
-                rows = [_fake_logprobs(entry.tokens[position]) for position in targets]
-                if rows:
-                    prompt_logprobs[entry.request_id] = rows
-        has_logprobs = any(logprob is not None for logprob in logprobs)
-        return StepResult(tokens, logprobs if has_logprobs else None, prompt_logprobs or None, errors)
+                targets = range(end - entry.num_logits + 1, min(end + 1, mirror.num_prompt_tokens))
+                if targets:
+                    prompt_logprobs[entry.request_id] = [_fake_logprobs(mirror.tokens[at]) for at in targets]
+            del mirror.history[entry.num_computed_tokens + entry.num_new_tokens - len(entry.draft_token_ids) :]
+        return StepResult(token_ids, logprobs if any(logprobs) else None, prompt_logprobs or None, errors)
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        for group, source, target in copies:
+            if NULL_BLOCK in (source, target):
+                raise KVMismatch(f"the null block of group {group} is copied")
+            self._pages[group][target] = list(self._pages[group][source])
 
     def expected_output(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, seed: int = 0
@@ -180,40 +319,38 @@ class KVOracle:
         return output
 
     def _check_plan(self, plan: StepPlan) -> None:
-        if not plan.entries:
-            raise KVMismatch("a plan without entries was executed")
+        if not plan.entries and (plan.num_tokens or plan.opened or plan.copies_before or not plan.closed):
+            raise KVMismatch("a plan that does nothing was executed")
         if plan.num_tokens != sum(entry.num_new_tokens for entry in plan.entries):
             raise KVMismatch("num_tokens is not the sum of the entries")
         ids = [entry.request_id for entry in plan.entries]
         if len(set(ids)) != len(ids):
             raise KVMismatch("a request has two entries in one plan")
-        if released := self._released.intersection(ids):
-            raise KVMismatch(f"requests {sorted(released)} run after they were released")
         for entry in plan.entries:
-            end = entry.num_computed_tokens + entry.num_new_tokens
-            if entry.num_new_tokens < 1 or end > len(entry.tokens) or end > self._max_model_len:
-                raise KVMismatch(f"request {entry.request_id} computes up to {end} of {len(entry.tokens)} tokens")
-            if entry.is_sampled != (end == len(entry.tokens)):
+            mirror = self._mirrors[entry.request_id]
+            num_tokens = len(mirror.tokens) + len(mirror.ahead)
+            end = entry.num_computed_tokens + entry.num_new_tokens - len(entry.draft_token_ids)
+            if entry.num_new_tokens < 1 or end > num_tokens or end > self.max_model_len:
+                raise KVMismatch(f"request {entry.request_id} computes up to {end} of {num_tokens} tokens")
+            if entry.is_sampled != (end == num_tokens):
                 raise KVMismatch(
                     f"request {entry.request_id} is sampled in the middle of its tokens, or not at the end"
                 )
-            if not entry.is_sampled <= entry.num_logits <= entry.num_new_tokens:
+            if not (entry.is_sampled + len(entry.draft_token_ids)) <= entry.num_logits <= entry.num_new_tokens:
                 raise KVMismatch(f"request {entry.request_id} has {entry.num_logits} logit rows")
 
-    def _history(self, entry: StepEntry, end: int) -> list[int]:
-        history = self._histories.setdefault(entry.request_id, [])
-        previous = history[-1] if history else 0
-        for position in range(len(history), end):
-            previous = _extend(previous, position, entry.tokens[position])
-            history.append(previous)
-        return history
+    def _new_tokens(self, entry: StepEntry) -> list[int]:
+        """The tokens of a request, those that are still on their way and drafts included."""
+        mirror = self._mirrors[entry.request_id]
+        return [*mirror.tokens, *mirror.ahead, *entry.draft_token_ids]
 
-    def _write(self, entry: StepEntry, written: set[tuple[int, int, int]]) -> None:
+    def _write(self, entry: StepEntry, tokens: list[int], written: set[tuple[int, int, int]]) -> list[int]:
+        mirror = self._mirrors[entry.request_id]
         start = entry.num_computed_tokens
         end = start + entry.num_new_tokens
-        history = self._history(entry, end)
-        page_size = self._layout.page_size
-        for g, (table, pages) in enumerate(zip(entry.block_tables, self._pages, strict=True)):
+        history = mirror.extend(tokens, end)
+        page_size = self.cache_layout.page_size
+        for g, (table, pages) in enumerate(zip(mirror.tables, self._pages, strict=True)):
             for position in range(start, end):
                 page, offset = divmod(position, page_size)
                 if page >= len(table) or table[page] == NULL_BLOCK:
@@ -223,13 +360,14 @@ class KVOracle:
                     raise KVMismatch(f"slot {slot} is written twice in one step")
                 written.add(slot)
                 pages[table[page]][offset] = history[position]
+        return history
 
-    def _read(self, entry: StepEntry) -> None:
+    def _read(self, entry: StepEntry, history: list[int]) -> None:
         start = entry.num_computed_tokens
         end = start + entry.num_new_tokens
-        history = self._histories[entry.request_id]
-        page_size = self._layout.page_size
-        for g, (group, table) in enumerate(zip(self._layout.groups, entry.block_tables, strict=True)):
+        page_size = self.cache_layout.page_size
+        tables = self._mirrors[entry.request_id].tables
+        for g, (group, table) in enumerate(zip(self.cache_layout.groups, tables, strict=True)):
             first = 0 if group.window is None else max(0, start - group.window + 1)
             for page in range(first // page_size, -(-end // page_size)):
                 low, high = max(first, page * page_size), min(end, (page + 1) * page_size)
@@ -241,19 +379,26 @@ class KVOracle:
                         f"group {g}, block {table[page]}, positions {low}..{high - 1}"
                     )
 
-    def _sample(self, entry: StepEntry) -> int:
-        end = entry.num_computed_tokens + entry.num_new_tokens
-        history = self._histories[entry.request_id][end - 1]
-        return self._next_token(history, end - entry.num_prompt_tokens, entry.sampling, entry.seed)
+    def _sample(self, entry: StepEntry, mirror: _Mirror, history: list[int]) -> tuple[int, ...]:
+        """One token, and one more for each draft that is what would have been sampled."""
+        end = entry.num_computed_tokens + entry.num_new_tokens - len(entry.draft_token_ids)
+        sampled: list[int] = []
+        for draft in (*entry.draft_token_ids, None):
+            position = end + len(sampled)
+            number = position - mirror.num_prompt_tokens
+            sampled.append(self._next_token(history[position - 1], number, mirror.sampling, mirror.seed))
+            if sampled[-1] != draft:
+                break
+        return tuple(sampled)
 
     def _next_token(self, history: int, num_output_tokens: int, sampling: SamplingParams, seed: int) -> int:
         is_greedy = sampling.temperature in (None, 0.0)
-        token = _mix(history if is_greedy else history ^ _mix(seed & _MASK)) % self._vocab_size
+        token = _mix(history if is_greedy else history ^ _mix(seed & _MASK)) % self.vocab_size
         if num_output_tokens < (sampling.min_new_tokens or 0):
             eos = sampling.eos_token_id or ()
             banned = {*((eos,) if isinstance(eos, int) else eos), *(sampling.stop_token_ids or ())}
             while token in banned:
-                token = (token + 1) % self._vocab_size
+                token = (token + 1) % self.vocab_size
         return token
 
 

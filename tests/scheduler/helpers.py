@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ class Harness:
         chunk: int | None = None,
         policy: SchedulerType = "fifo",
         margin: float = 0.0,
+        depth: int = 1,
+        draft_len: int = 0,
         errors: Callable[[StepPlan], Mapping[int, Exception] | None] | None = None,
     ) -> None:
         self.layout = layout or simple_layout(num_blocks, page_size=page_size, windows=windows)
@@ -42,8 +45,11 @@ class Harness:
             max_prefill_chunk=chunk,
             scheduler_type=policy,
             safety_margin=margin,
+            drafter=self.guess if draft_len else None,
         )
-        self.oracle = KVOracle(self.layout, vocab_size=VOCAB, errors=errors)
+        self.draft_len = draft_len
+        self.oracle = KVOracle(self.layout, vocab_size=VOCAB, depth=depth, errors=errors)
+        self.flights: deque[StepPlan] = deque()
         self.requests: list[Request] = []
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, Finished] = {}
@@ -108,24 +114,39 @@ class Harness:
             self.ended(event)
         return finished
 
+    def guess(self, request: Request) -> list[int]:
+        """Drafts of which the first ones are right, how many depends on where it is."""
+        known = request.num_output_tokens
+        drafts = self.expected(request)[known : known + self.draft_len]
+        right = request.num_tokens % (self.draft_len + 1)
+        return drafts[:right] + [(token + 1) % VOCAB for token in drafts[right:]]
+
     def schedule(self) -> StepPlan:
         scheduler = self.scheduler
-        has_work = scheduler.has_work
+        has_work = any(True for _ in scheduler._roster.running()) or bool(scheduler._roster.queue)
         plan = scheduler.schedule(self.now)
-        assert bool(plan.entries) == has_work, "work, but nothing is done"
+        if not self.flights:
+            assert bool(plan.entries) == has_work, "work, but nothing is done"
         assert plan.num_tokens <= scheduler.max_batch_tokens
         assert len(plan.entries) <= scheduler.max_requests_per_batch
         self.plans.append(plan)
         return plan
 
     def execute(self, plan: StepPlan) -> list[Update]:
-        if not plan.entries:
-            return []
-        updates = self.scheduler.update(plan, self.oracle.execute(plan), self.now)
+        """Submit a plan; collect the oldest one when as many are in flight as may be, or nothing new is to be done."""
+        if plan.entries or plan.closed:
+            self.flights.append(self.oracle.submit(plan))
+        updates: list[Update] = []
+        while self.flights and (len(self.flights) >= self.oracle.depth or not plan.entries):
+            oldest = self.flights.popleft()
+            updates += self.scheduler.update(oldest, self.oracle.collect(oldest), self.now)
+            if plan.entries:
+                break
         for update in updates:
             self.outputs[update.request.id] += update.token_ids
             self.ended(update.finished)
         self.scheduler.check_invariants()
+        self.oracle.check_records(self.scheduler.open_requests())
         return updates
 
     def step(self) -> StepPlan:
@@ -152,8 +173,10 @@ class Harness:
         )
 
     def assert_quiescent(self) -> None:
-        """All have ended once, with the output they have alone, and the cache is free."""
-        assert self.scheduler.num_requests == 0
+        """All have ended once, with the output they have alone, the cache is free, the runner remembers nothing."""
+        self.run()
+        assert self.scheduler.num_requests == 0 and not self.scheduler.has_work
+        assert self.oracle.num_open == 0
         assert self.scheduler.kv_cache_usage_perc == 0.0
         self.scheduler.check_invariants()
         for request in self.requests:

@@ -36,6 +36,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([None, 1, 3, 8]),
         policy=st.sampled_from(POLICIES),
         margin=st.sampled_from([0.0, 0.15, 0.5]),
+        depth=st.sampled_from([1, 1, 2]),
+        draft_len=st.sampled_from([0, 0, 3]),
     )
     def build(
         self,
@@ -48,6 +50,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunk: int | None,
         policy: SchedulerType,
         margin: float,
+        depth: int,
+        draft_len: int,
     ) -> None:
         self.plan: StepPlan | None = None
         self.fault = False
@@ -61,6 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             chunk=chunk,
             policy=policy,
             margin=margin,
+            depth=depth,
+            draft_len=draft_len,
             errors=self.errors,
         )
 
@@ -163,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def begin_step(self) -> None:
         plan = self.h.schedule()
-        self.plan = plan if plan.entries else None
+        self.plan = plan if plan.entries or plan.closed or self.h.flights else None
 
     @precondition(lambda self: self.plan is not None)
     @rule()
@@ -182,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         if self.plan is not None:
             self.end_step()
-        while self.alive:
+        while self.alive or self.h.flights:
             for request in self.alive:
                 self.h.scheduler.resume(request)
             self.h.run()
@@ -209,6 +215,8 @@ def test_a_long_random_history(seed: int) -> None:
         chunk=rng.choice([None, 4, 8]),
         policy=POLICIES[seed % 3],
         margin=rng.choice([0.0, 0.15]),
+        depth=1 + seed % 2,
+        draft_len=rng.choice([0, 2]),
     )
     alive: list[Request] = []
     for _ in range(120):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import BlockCopy, CacheLayout, StepEntry, StepPlan
+from aiocb.step import BlockCopy, CacheLayout, OpenedRequest, StepEntry, StepPlan
 from aiocb.testing.oracle import KVMismatch, KVOracle, simple_layout
 
 SAMPLING = SamplingParams(temperature=0.0, eos_token_id=())
@@ -16,26 +18,36 @@ TOKENS = [5, 3, 8, 1, 9, 2, 7, 4, 6, 10]
 
 def entry(start: int, count: int, *tables: list[int], request_id: int = 1, **changes: Any) -> StepEntry:
     is_sampled = start + count == len(TOKENS)
-    plain = StepEntry(request_id, TOKENS, 8, start, count, tables, int(is_sampled), is_sampled, SAMPLING, 0)
+    blocks = tuple(map(tuple, tables))
+    plain = StepEntry(request_id, start, count, int(is_sampled), is_sampled, (), 0, blocks)
     return plain._replace(**changes)
+
+
+def opened(request_id: int = 1, tokens: Sequence[int] = TOKENS) -> OpenedRequest:
+    return OpenedRequest(request_id, tuple(tokens), 8, SAMPLING, 0)
 
 
 def plan(*entries: StepEntry, **changes: Any) -> StepPlan:
     return StepPlan(entries, sum(e.num_new_tokens for e in entries))._replace(**changes)
 
 
-def written(layout: CacheLayout | None = None) -> KVOracle:
-    oracle = KVOracle(layout or simple_layout(8))
-    oracle.execute(plan(entry(0, 6, *([[1, 2]] * len(oracle.cache_layout.groups)))))
+def written(layout: CacheLayout | None = None, depth: int = 1) -> KVOracle:
+    oracle = KVOracle(layout or simple_layout(8), depth=depth)
+    oracle.execute(plan(entry(0, 6, *([[1, 2]] * len(oracle.cache_layout.groups))), opened=(opened(),)))
     return oracle
 
 
 def test_a_right_plan_passes() -> None:
     oracle = written()
-    result = oracle.execute(plan(entry(6, 4, [1, 2, 3])))
-    assert result.token_ids[0] is not None and 0 <= result.token_ids[0] < oracle.vocab_size
-    assert oracle.num_steps == 2 and oracle.num_tokens == 10 and oracle.num_tracked == 1
-    assert oracle.max_model_len > 1000 and "KVOracle" in oracle.describe()["model"]
+    result = oracle.execute(plan(entry(6, 4, [3], block_start=2)))
+    (token,) = result.token_ids[0]
+    assert 0 <= token < oracle.vocab_size
+    assert oracle.num_steps == 2 and oracle.num_tokens == 10 and oracle.num_open == 1
+    # What it returned is in its own record: the next entry brings nothing.
+    assert oracle.execute(plan(entry(10, 1, num_logits=1, is_sampled=True))).token_ids[0]
+    oracle.execute(plan(closed=(1,)))
+    assert oracle.num_open == 0
+    assert oracle.max_model_len > 1000 and oracle.choices[0].value == "KVOracle"
     oracle.close()
     assert oracle.is_closed
 
@@ -43,20 +55,24 @@ def test_a_right_plan_passes() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        entry(6, 4, [1, 4, 3]),  # another block than the one that was written
+        entry(6, 4, [4, 3], block_start=1),  # another block than the one that was written
         entry(6, 4, [2, 2, 3]),
         entry(6, 4, [0, 2, 3]),  # given back, yet visible
-        entry(6, 4, [1, 2]),  # no block for the new tokens
-        entry(6, 4, [1, 2, 0]),
-        entry(5, 5, [1, 5, 3]),
-        entry(7, 3, [1, 2, 3]),  # a token was skipped
-        entry(6, 5, [1, 2, 3]),  # more tokens than there are
-        entry(6, 0, [1, 2, 3]),
-        entry(6, 3, [1, 2, 3], is_sampled=True),
-        entry(6, 4, [1, 2, 3], is_sampled=False),
-        entry(6, 4, [1, 2, 3], num_logits=5),
-        entry(6, 4, [1, 2, 3], num_logits=0),
-        entry(6, 4, [1, 2, 3], tokens=[0, *TOKENS[1:]], request_id=2),  # another history
+        entry(6, 4),  # no block for the new tokens
+        entry(6, 4, [0], block_start=2),
+        entry(6, 4, [3], block_start=3),  # behind the end of the table
+        entry(6, 4, [3], [3], block_start=2),  # for a group that does not exist
+        entry(5, 5, [5, 3], block_start=1),
+        entry(7, 3, [3], block_start=2),  # a token was skipped
+        entry(6, 5, [3], block_start=2),  # more tokens than there are
+        entry(6, 0, [3], block_start=2),
+        entry(6, 3, [3], block_start=2, is_sampled=True),
+        entry(6, 4, [3], block_start=2, is_sampled=False),
+        entry(6, 4, [3], block_start=2, num_logits=5),
+        entry(6, 4, [3], block_start=2, num_logits=0),
+        entry(6, 4, [3], block_start=2, new_token_ids=(1,)),  # the entry does not reach the end any more
+        entry(6, 4, [3], block_start=2, draft_token_ids=(1,)),
+        entry(6, 4, [3], block_start=2, request_id=2),  # never opened
     ],
 )
 def test_wrong_entries_are_noticed(wrong: StepEntry) -> None:
@@ -64,15 +80,23 @@ def test_wrong_entries_are_noticed(wrong: StepEntry) -> None:
         written().execute(plan(wrong))
 
 
+RIGHT = entry(6, 4, [3], block_start=2)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         plan(),
-        plan(entry(6, 4, [1, 2, 3]), num_tokens=5),
-        plan(entry(6, 4, [1, 2, 3]), entry(6, 4, [1, 2, 3])),
-        plan(entry(6, 4, [1, 2, 3]), entry(6, 4, [1, 2, 3], request_id=2)),  # two write the same slots
-        plan(entry(6, 4, [1, 2, 3]), released_ids=(1,)),
-        plan(entry(6, 4, [1, 2, 3]), block_copies=(BlockCopy(0, 0, 3),)),
+        plan(RIGHT, num_tokens=5),
+        plan(RIGHT, RIGHT),
+        plan(RIGHT, entry(6, 4, [1, 2, 3], request_id=2), opened=(opened(2),)),  # two write the same slots
+        plan(entry(6, 4, [1, 2, 3], request_id=2), opened=(opened(2, [0, *TOKENS[1:]]),)),  # another history
+        plan(RIGHT, closed=(1,)),
+        plan(RIGHT, closed=(2,)),
+        plan(RIGHT, opened=(opened(),)),
+        plan(RIGHT, opened=(opened(2),)),  # without an entry
+        plan(RIGHT, copies_before=(BlockCopy(0, 0, 3),)),
+        plan(entry(6, 4, [1, 2, 3]), closed=(1,), opened=(opened(1, [0, *TOKENS[1:]]),)),  # it had other tokens
     ],
 )
 def test_wrong_plans_are_noticed(wrong: StepPlan) -> None:
@@ -80,11 +104,68 @@ def test_wrong_plans_are_noticed(wrong: StepPlan) -> None:
         written().execute(wrong)
 
 
+def test_an_id_is_not_used_in_a_second_life() -> None:
+    oracle = written()
+    oracle.release()
+    assert oracle.num_open == 0
+    with pytest.raises(KVMismatch, match="a second time"):
+        oracle.execute(plan(entry(0, 6, [1, 2]), opened=(opened(),)))
+    oracle.execute(plan(entry(0, 6, [1, 2], request_id=2), opened=(opened(2),)))
+
+
+def test_only_one_thread_may_use_it_in_a_life() -> None:
+    oracle = written()
+    errors: list[Exception] = []
+
+    def use() -> None:
+        try:
+            oracle.execute(plan(RIGHT))
+        except KVMismatch as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert "two threads" in str(errors[0])
+
+
+def test_two_plans_in_flight() -> None:
+    oracle = written(depth=2)
+    first = oracle.submit(plan(RIGHT))
+    ahead = oracle.submit(plan(entry(10, 1, num_logits=1, is_sampled=True)))  # a token that nobody has seen
+    with pytest.raises(KVMismatch, match="more than 2"):
+        oracle.submit(plan(entry(11, 1, num_logits=1, is_sampled=True)))
+    with pytest.raises(KVMismatch, match="in flight"):
+        oracle.reload_weights()
+    tokens = oracle.collect(first).token_ids[0] + oracle.collect(ahead).token_ids[0]
+    assert list(tokens) == oracle.expected_output(TOKENS, SAMPLING, max_tokens=12)
+    oracle = written(depth=2)
+    first, second = oracle.submit(plan(RIGHT)), oracle.submit(plan(entry(10, 1, num_logits=1, is_sampled=True)))
+    with pytest.raises(KVMismatch, match="out of order"):
+        oracle.collect(second)
+    oracle = written(depth=2)
+    oracle.submit(plan(RIGHT))
+    with pytest.raises(KVMismatch, match="closed"):
+        oracle.submit(plan(closed=(1,)))
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+def test_drafts_are_accepted_while_they_are_right(num_right: int) -> None:
+    oracle = written()
+    right = oracle.expected_output(TOKENS, SAMPLING, max_tokens=13)
+    drafts = tuple(token if at < num_right else (token + 1) % 101 for at, token in enumerate(right[:2]))
+    verify = entry(6, 6, [3, 4], block_start=2, num_logits=3, is_sampled=True, draft_token_ids=drafts)
+    assert oracle.execute(plan(verify)).token_ids == [tuple(right[: num_right + 1])]
+    # What was written for drafts that were wrong may not be read: it has to be computed again.
+    start = 10 + num_right
+    oracle.execute(plan(entry(start, 1, num_logits=1, is_sampled=True)))
+
+
 def test_a_fork_needs_its_copy() -> None:
     fork = entry(6, 4, [1, 4, 5], request_id=2)
     with pytest.raises(KVMismatch, match="other KV"):
-        written().execute(plan(fork))
-    written().execute(plan(fork, block_copies=(BlockCopy(0, 2, 4),)))
+        written().execute(plan(fork, opened=(opened(2),)))
+    written().execute(plan(fork, opened=(opened(2),), copies_before=(BlockCopy(0, 2, 4),)))
 
 
 def test_a_window_may_lose_what_nobody_sees_and_nothing_else() -> None:
@@ -109,5 +190,5 @@ def test_output_depends_on_history_and_seed_only() -> None:
 def test_planned_errors_are_reported() -> None:
     cause = RuntimeError("planned")
     oracle = KVOracle(errors=lambda _: {1: cause})
-    result = oracle.execute(plan(entry(0, 10, [1, 2, 3])))
-    assert result.errors == {1: cause} and result.token_ids == [None]
+    result = oracle.execute(plan(entry(0, 10, [1, 2, 3]), opened=(opened(),)))
+    assert result.errors == {1: cause} and result.token_ids == [()]

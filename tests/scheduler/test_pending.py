@@ -64,14 +64,16 @@ def test_withdrawing_takes_entry_budget_and_copies_back() -> None:
     leader, fork = make(1, list(range(10)), cache), make(2, list(range(10)), cache)
     draft = Draft(20, 4)
     assert cache.allocate(leader, 10)
-    leader.num_computed_tokens = 9
+    leader.num_computed_tokens = leader.num_scheduled_tokens = 9
     copies = cache.fork(leader, fork, 9)
     assert copies
     draft.copies += copies
-    draft.add_chunk(leader, 1)
-    draft.add_chunk(fork, 1)
+    draft.add_chunk(leader, 1, *cache.new_blocks(leader))
+    draft.add_chunk(fork, 1, *cache.new_blocks(fork))
     assert draft.budget == 18 and "2 requests" in repr(draft)
     draft.withdraw(fork)
     draft.withdraw(fork)
     assert draft.budget == 19 and draft.requests == [leader] and draft.copies == []
-    assert draft.plan(()).num_tokens == 1
+    assert leader.is_open and not fork.is_open
+    plan = draft.plan(())
+    assert plan.num_tokens == 1 and [opened.request_id for opened in plan.opened] == [1]

@@ -30,7 +30,8 @@ def test_one_request_from_beginning_to_end() -> None:
     first = h.step()
     assert chunks(first) == [(1, 6)] and first.entries[0].is_sampled and first.entries[0].num_logits == 1
     assert chunks(h.step()) == [(1, 1)]
-    assert h.run() == 1
+    assert first.opened[0].token_ids == tuple(prompt(6)) and not first.closed
+    assert h.run() == 2 and h.plans[-1].entries == () and h.plans[-1].closed == (1,)
     assert h.ends[1].reason == "length" and h.ends[1].stop_reason is None
     assert request.num_output_tokens == 3 and h.scheduler.num_generated_tokens == 3
     assert h.scheduler.num_prompt_tokens_computed == 6
@@ -196,7 +197,7 @@ def test_no_end_before_min_new_tokens() -> None:
     h.add(prompt(5), 6, eos_token_id=(1,), min_new_tokens=2)
     for expected in (None, None, "stop"):
         plan = h.scheduler.schedule()
-        (update,) = h.scheduler.update(plan, StepResult([1]))
+        (update,) = h.scheduler.update(plan, StepResult([(1,)]))
         assert (update.finished.reason if update.finished else None) == expected
 
 
@@ -214,9 +215,9 @@ def test_a_failure_ends_its_request_only() -> None:
 def test_a_missing_token_is_a_failure_and_not_a_hang() -> None:
     h = Harness()
     h.add(prompt(5))
-    (update,) = h.scheduler.update(h.scheduler.schedule(), StepResult([None]))
+    (update,) = h.scheduler.update(h.scheduler.schedule(), StepResult([()]))
     assert update.finished is not None and isinstance(update.finished.error, RequestFailed)
-    assert not h.scheduler.has_work
+    assert h.scheduler.schedule().closed == (1,) and not h.scheduler.has_work
 
 
 def test_finishing_twice_is_once() -> None:
@@ -259,8 +260,9 @@ def test_cancelling_gives_everything_back(when: str) -> None:
     h.run()
     assert h.ends[request.id].reason == "cancelled"
     h.assert_quiescent()
-    released = [request_id for plan in h.plans for request_id in plan.released_ids]
-    assert released == ([] if when == "queued" else [request.id])
+    closed = sorted(request_id for plan in h.plans for request_id in plan.closed)
+    expected = [other.id, *([] if when == "queued" else [request.id]), *([other.id] * (when == "preempted"))]
+    assert closed == sorted(expected)
 
 
 def test_cancelled_in_the_step_that_ends_it() -> None:
@@ -269,6 +271,7 @@ def test_cancelled_in_the_step_that_ends_it() -> None:
     plan = h.schedule()
     h.finish(request)
     assert h.execute(plan) == [] and h.ends[1].reason == "cancelled"
+    h.run()
     h.assert_quiescent()
 
 
@@ -285,14 +288,16 @@ def test_what_a_cancelled_request_has_computed_is_hit() -> None:
     h.assert_quiescent()
 
 
-def test_released_ids_wait_for_a_plan_with_entries() -> None:
+def test_a_request_is_closed_by_the_next_plan_be_it_empty() -> None:
     h = Harness()
     h.add(prompt(4), 1)
     h.step()
-    assert h.scheduler.schedule().released_ids == ()
     h.add(prompt(4), 1)
-    assert h.step().released_ids == (1,)
-    assert h.oracle.num_tracked == 1
+    assert h.step().closed == (1,) and h.oracle.num_open == 1
+    assert h.scheduler.has_work
+    plan = h.step()
+    assert (plan.entries, plan.closed, plan.num_tokens) == ((), (2,), 0)
+    assert h.oracle.num_open == 0 and not h.scheduler.has_work
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
@@ -723,7 +728,7 @@ def test_a_step_costs_the_same_however_many_wait(policy: SchedulerType) -> None:
         plans: list[StepPlan] = []
         deciding = num_calls(lambda h=h, plans=plans: plans.append(h.scheduler.schedule()))  # type: ignore[misc]
         assert len(plans[0].entries) == 64
-        result = StepResult([4] * 64)
+        result = StepResult([(4,)] * 64)
         costs.append((deciding, num_calls(lambda h=h, p=plans[0], r=result: h.scheduler.update(p, r))))  # type: ignore[misc]
     assert costs[0] == costs[1]
     # Two appends and one tuple per request, and nothing else.
@@ -803,7 +808,7 @@ def test_a_group_computes_its_prompt_once_and_copies_one_block() -> None:
     requests = h.add_group(4, prompt(11), 5)
     h.step()
     plan = h.step()
-    assert len(plan.block_copies) == 3 and len(plan.entries) == 4
+    assert len(plan.copies_before) == 3 and len(plan.entries) == 4
     # Only the leader's prompt, and the last prompt token of the others.
     assert chunks(plan)[1:] == [(r.id, 1) for r in requests[1:]]
     h.run()
@@ -852,7 +857,8 @@ def test_all_of_a_cancelled_group_go() -> None:
     for request in requests:
         h.finish(request)
     assert h.scheduler.num_requests == 0 and h.scheduler.kv_cache_usage_perc == 0.0
-    assert not h.scheduler.has_work
+    h.run()
+    h.assert_quiescent()
 
 
 def test_a_group_in_a_full_cache() -> None:

@@ -18,7 +18,7 @@ from aiocb.compat.transformers.results import GenerationOutput, Prefix, RequestS
 
 if TYPE_CHECKING:
     from aiocb.engine.slot import End, Slot
-    from aiocb.step import TokenLogprobs
+    from aiocb.outputs import TokenLogprobs
 
 __all__ = ["Callback", "Record", "Router"]
 

@@ -29,7 +29,7 @@ from aiocb.kernels.selection import (
 from aiocb.sampling.logprobs import token_logprobs
 from aiocb.sampling.sampler import Sampler
 from aiocb.sampling.truncation import SelectionParams
-from aiocb.step import TokenLogprobs
+from aiocb.outputs import TokenLogprobs
 
 __all__ = ["NativeSampler"]
 

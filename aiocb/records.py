@@ -1,0 +1,87 @@
+"""What a runner keeps of the requests that are open: `Records`, the other half of the messages in `step`. Torch-free.
+
+The scheduler knows the same things; the runner never asks it. `begin` applies what a plan says, `finish` appends what
+the runner returned, so that after each step both agree on every token and every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from aiocb.sampling_params import SamplingParams
+from aiocb.step import OpenedRequest, StepPlan, StepResult
+
+__all__ = ["Record", "Records"]
+
+
+class Record:
+    """One open request.
+
+    Attributes:
+        request_id, num_prompt_tokens, sampling, seed: as in `OpenedRequest`.
+        row: a small number that no other open request has; it stays the same while this one is open.
+        tokens: prompt and output so far.
+        tables: per cache group, the physical block of each logical block.
+    """
+
+    __slots__ = ("num_prompt_tokens", "request_id", "row", "sampling", "seed", "tables", "tokens")
+
+    def __init__(self, opened: OpenedRequest, row: int, num_groups: int) -> None:
+        self.request_id = opened.request_id
+        self.row = row
+        self.tokens = list(opened.token_ids)
+        self.num_prompt_tokens = opened.num_prompt_tokens
+        self.sampling: SamplingParams = opened.sampling
+        self.seed = opened.seed
+        self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+
+
+class Records:
+    """All open requests of one runner.
+
+    Args:
+        num_groups: of the cache, for runners that read block tables here; 0 where they are kept elsewhere.
+    """
+
+    __slots__ = ("_by_id", "_free_rows", "_num_groups")
+
+    def __init__(self, num_groups: int = 0) -> None:
+        self._num_groups = num_groups
+        self._by_id: dict[int, Record] = {}
+        self._free_rows: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def begin(self, plan: StepPlan) -> list[Record]:
+        """Close, open and extend what the plan names; return the record of each entry, in their order."""
+        by_id = self._by_id
+        for request_id in plan.closed:
+            heappush(self._free_rows, by_id.pop(request_id).row)
+        for opened in plan.opened:
+            # The lowest row that is free, so that rows stay dense.
+            row = heappop(self._free_rows) if self._free_rows else len(by_id)
+            by_id[opened.request_id] = Record(opened, row, self._num_groups)
+        records = [by_id[entry.request_id] for entry in plan.entries]
+        for record, entry in zip(records, plan.entries):
+            if entry.new_token_ids:
+                record.tokens += entry.new_token_ids
+            if entry.new_blocks and record.tables:
+                for table, blocks in zip(record.tables, entry.new_blocks):
+                    table[entry.block_start :] = blocks
+        return records
+
+    @staticmethod
+    def finish(records: Sequence[Record], result: StepResult) -> None:
+        """Append what each entry has been given."""
+        for record, token_ids in zip(records, result.token_ids):
+            record.tokens += token_ids
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._by_id.clear()
+        self._free_rows.clear()
+
+    def __repr__(self) -> str:
+        return f"<Records [{len(self._by_id)} open]>"
