@@ -65,6 +65,7 @@ class EngineConfig:
         num_threads: threads of a step on the CPU; None is one per core (native), or what torch has (plain torch).
         native: use the native CPU kernels: None when they can be built or loaded, False never.
         freeze_gc: move all objects out of the garbage collector's sight after start (shorter pauses).
+        start_timeout: seconds that entering waits for an earlier life of the engine to give the model back.
         hang_timeout: seconds without a finished step until `health()` calls a running engine hung.
     """
 
@@ -100,6 +101,7 @@ class EngineConfig:
     num_threads: int | None = None
     native: bool | None = None
     freeze_gc: bool = False
+    start_timeout: float = 60.0
     hang_timeout: float = 60.0
     block_size: dataclasses.InitVar[int | None] = None
 
@@ -123,6 +125,7 @@ class EngineConfig:
         _within("max_memory_percent", self.max_memory_percent, 0.0, 1.0, open_low=True)
         _within("cpu_offload_space", self.cpu_offload_space, 0.0, math.inf)
         _within("cpu_offload_space_safety_threshold", self.cpu_offload_space_safety_threshold, 0.0, 1.0)
+        _within("start_timeout", self.start_timeout, 0.0, math.inf)
         _within("hang_timeout", self.hang_timeout, 0.0, math.inf, open_low=True)
         if self.scheduler_type not in SCHEDULER_TYPES:
             raise ConfigError(

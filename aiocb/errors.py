@@ -33,6 +33,7 @@ __all__ = [
     "RequestError",
     "RequestFailed",
     "RequestTimeout",
+    "explain",
 ]
 
 
@@ -79,6 +80,15 @@ class RequestTimeout(RequestError, TimeoutError):
 
 class RequestFailed(RequestError):
     """Something inside this request raised (a processor, its logits); the cause is chained."""
+
+
+def explain(error: BaseException) -> str:
+    """Write an exception in one line, also one whose own text cannot be had."""
+    try:
+        text = str(error)
+    except BaseException as failure:  # users' exceptions are users' code
+        text = f"its text cannot be had ({type(failure).__name__})"
+    return f"{type(error).__name__}: {text}"
 
 
 class EngineError(AiocbError):

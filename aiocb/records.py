@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Any
 
 from aiocb.sampling_params import SamplingParams
 from aiocb.step import OpenedRequest, StepPlan, StepResult
@@ -23,9 +24,21 @@ class Record:
         row: a small number that no other open request has; it stays the same while this one is open.
         tokens: prompt and output so far.
         tables: per cache group, the physical block of each logical block.
+        is_plain: a plain argmax is all that it asks of a sampler.
+        state: what the sampler remembers of it.
     """
 
-    __slots__ = ("num_prompt_tokens", "request_id", "row", "sampling", "seed", "tables", "tokens")
+    __slots__ = (
+        "is_plain",
+        "num_prompt_tokens",
+        "request_id",
+        "row",
+        "sampling",
+        "seed",
+        "state",
+        "tables",
+        "tokens",
+    )
 
     def __init__(self, opened: OpenedRequest, row: int, num_groups: int) -> None:
         self.request_id = opened.request_id
@@ -34,6 +47,8 @@ class Record:
         self.num_prompt_tokens = opened.num_prompt_tokens
         self.sampling: SamplingParams = opened.sampling
         self.seed = opened.seed
+        self.is_plain = opened.sampling.is_plain
+        self.state: Any = None
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
 
 

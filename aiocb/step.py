@@ -11,7 +11,7 @@ opened ─► entries, step by step ─► closed         a preempted request is
 Steps that decode send a few integers per request. A runner appends what it returns to its own record of the request;
 `new_token_ids` are those that come from elsewhere. The order within a plan: close, open, swap, copy, compute, copy.
 
-All types are NamedTuples: one is built three times as fast as a frozen dataclass, and there is one per request and step.
+All types are NamedTuples: built three times as fast as frozen dataclasses, and there is one per request and step.
 
 Words: T tokens of the step, R requests of the step, V vocabulary, G cache groups.
 """
@@ -178,34 +178,31 @@ Handle = Any
 
 
 class Runner(Protocol):
-    """Executes plans. Built, used and closed in the worker thread only; one life of an engine has it at a time.
-
-    Attributes:
-        cache_layout: the paged cache that it holds.
-        vocab_size: rows of the logits; every id-valued parameter is checked against it.
-        max_model_len: the most tokens (prompt and output) that the model's positions allow.
-        device_type: where it computes, as torch names it ("cpu", "cuda").
-        depth: how many plans may be submitted before the first of them is collected; 1 where `submit` runs the step.
-        choices: what was decided when it was built, each with its reason.
-    """
+    """Executes plans. Built, used and closed in the worker thread only; one life of an engine has it at a time."""
 
     @property
-    def cache_layout(self) -> CacheLayout: ...
+    def cache_layout(self) -> CacheLayout:
+        """The paged cache that it holds."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Rows of the logits; every id-valued parameter is checked against it."""
 
     @property
-    def max_model_len(self) -> int: ...
+    def max_model_len(self) -> int:
+        """The most tokens (prompt and output) that the model's positions allow."""
 
     @property
-    def device_type(self) -> str: ...
+    def device_type(self) -> str:
+        """Where it computes, as torch names it ("cpu", "cuda")."""
 
     @property
-    def depth(self) -> int: ...
+    def depth(self) -> int:
+        """How many plans may be submitted before the first is collected; 1 where `submit` runs the step."""
 
     @property
-    def choices(self) -> Sequence[Choice]: ...
+    def choices(self) -> Sequence[Choice]:
+        """What was decided when it was built, each with its reason."""
 
     def submit(self, plan: StepPlan) -> Handle:
         """Start a step; at most `depth` are under way. A plan without entries only opens, closes and copies.

@@ -313,9 +313,7 @@ class CacheManager:
         used = sum(pool.num_used * size for pool, size in zip(self.pools, sizes, strict=True))
         return used / sum(pool.num_usable * size for pool, size in zip(self.pools, sizes, strict=True))
 
-    def check_invariants(
-        self, sequences: Iterable[CachedSequence], held: Iterable[tuple[list[int], ...]] = ()
-    ) -> None:
+    def check_invariants(self, sequences: Iterable[CachedSequence], held: Iterable[tuple[list[int], ...]] = ()) -> None:
         """Check pools, indices and the tables of all requests that hold blocks, against each other.
 
         Args:

@@ -22,45 +22,24 @@ import asyncio
 import contextvars
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from aiocb.engine.slot import Delivery, End, Lane, Slot
+from aiocb.engine.slot import Delta, End, Lane, Slot
 from aiocb.errors import EngineClosed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Bridge", "LoopBridge", "Signal", "Withdrawn"]
+    from aiocb.engine.room import Line
+
+__all__ = ["LoopBridge", "Signal", "Withdrawn"]
 
 
 class Withdrawn(Exception):
     """A stream was closed while it waited for room in the queue (internal)."""
-
-
-class Bridge(Protocol):
-    """What the worker needs of a place that reads deliveries."""
-
-    num_submitted: int
-    """Lanes handed to the worker so far; written by this side only."""
-
-    outbox: list[Delivery]
-    """The current step's deliveries; the worker's own."""
-
-    @property
-    def is_waiting_for_room(self) -> bool:
-        """True when somebody waits for a place in the bounded queue."""
-
-    def post(self, batch: list[Delivery]) -> bool:
-        """Hand over one step's deliveries (worker thread). False when the other side is gone."""
-
-    def lane_ended(self, lane: Lane) -> None:
-        """Count a lane's end (called where the batch is read)."""
-
-    def wake(self, slot: Slot) -> None:
-        """Wake the parked reader of a slot, from any thread."""
 
 
 class LoopBridge:
@@ -68,32 +47,28 @@ class LoopBridge:
 
     Args:
         loop: the event loop that the streams belong to.
-        has_room: tells, for a number of lanes, whether the bounded queue has room for them.
+        line: of this loop, for the bounded queue.
         abandon: called with a slot whose readers can no longer be served.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, has_room: Callable[[int], bool], abandon: Callable[[Slot], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, line: Line, abandon: Callable[[Slot], None]) -> None:
         self.loop = loop
-        self.outbox: list[Delivery] = []
-        self.num_submitted = 0
-        self.num_reserved = 0  # places promised to submissions that have been woken but have not registered yet
+        self.line = line
+        self.outbox: list[Delta] = []
         self.num_wakeups = 0
-        self._has_room = has_room
         self._abandon = abandon
         self._open: set[Lane] = set()
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._channel: tuple[MemoryObjectSendStream[list[Delivery]], MemoryObjectReceiveStream[list[Delivery]]] | None
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._channel: tuple[MemoryObjectSendStream[list[Delta]], MemoryObjectReceiveStream[list[Delta]]] | None
         self._channel = None
         self._dispatcher: asyncio.Task[None] | None = None
         self._context = contextvars.Context()
-        self._posted: deque[list[Delivery]] = deque()
+        self._posted: deque[list[Delta]] = deque()
         self._is_called = False  # a call of `_arrived` is under way; set by the worker, cleared by the loop
 
     # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def post(self, batch: list[Delivery]) -> bool:
+    def post(self, batch: list[Delta]) -> bool:
         """Hand over a batch and make sure that the loop will look; False when the loop is closed."""
         self._posted.append(batch)
         if self._is_called and not self.loop.is_closed():
@@ -115,7 +90,7 @@ class LoopBridge:
             except RuntimeError:
                 pass  # it cannot wake its reader in a closed loop
         self._open.clear()
-        self._waiting.clear()
+        self._waiters.clear()
         self._posted.clear()
 
     def wake(self, slot: Slot) -> None:
@@ -131,17 +106,16 @@ class LoopBridge:
     @property
     def is_waiting_for_room(self) -> bool:
         """True when a submission waits for the queue (read by the worker without a lock)."""
-        return bool(self._waiting)
+        return self.line.is_waiting
 
     # ── loop thread ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def register(self, lanes: tuple[Lane, ...]) -> None:
-        """Count lanes as open and make sure that their deliveries are read."""
+        """Count lanes as open and make sure that their deltas are read."""
         self._open.update(lanes)
-        self.num_submitted += len(lanes)
         self._is_called = False  # an interrupted loop may have lost the call; one too many is harmless
         if self._dispatcher is None:
-            self._channel = anyio.create_memory_object_stream[list[Delivery]](math.inf)
+            self._channel = anyio.create_memory_object_stream[list[Delta]](math.inf)
             self._dispatcher = self.loop.create_task(
                 self._dispatch(self._channel[1]), name="aiocb dispatcher", context=self._context.copy()
             )
@@ -158,7 +132,7 @@ class LoopBridge:
         return len(self._open)
 
     async def wait_for_room(self, count: int, watch: Callable[[asyncio.Future[None]], None]) -> None:
-        """Return when the bounded queue has room for `count` lanes; first come, first served.
+        """Return when the bounded queue has room for `count` requests, which are to enter before anything is awaited.
 
         `watch` is called once this is in line: it asks the worker for news, and may keep the future for `withdraw`.
 
@@ -166,25 +140,25 @@ class LoopBridge:
             Withdrawn: `withdraw` was called.
             Exception: what `fail_waiting` was given, or what `watch` raised.
         """
-        if not self._waiting and self._has_room(count):
+        line = self.line
+        if line.can_enter(count):
             return
         future: asyncio.Future[None] = self.loop.create_future()
-        entry = (future, count)
-        self._waiting.append(entry)
+        self._waiters.add(future)
+        place = line.join(count, lambda: _resolve(future))
         try:
-            # Only now, when the worker can see this entry: it forgets bridges in which nobody waits. And the worker
+            # Only now, when the worker can see this place: it forgets bridges in which nobody waits. And the worker
             # reads `is_waiting_for_room` after it made room, so look again.
             watch(future)
-            self._admit_waiting()
+            line.admit()
             await future
         except BaseException:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
-            elif future.done() and not future.cancelled() and future.exception() is None:
-                self.num_reserved -= count
-            self._admit_waiting()
+            line.leave(place)
+            line.admit()
             raise
-        self.num_reserved -= count
+        finally:
+            self._waiters.discard(future)
+        line.leave(place)
 
     def withdraw(self, future: asyncio.Future[None]) -> None:
         """Take a submission out of the line for room, from any thread."""
@@ -201,16 +175,9 @@ class LoopBridge:
             pass  # the loop is closed: nobody waits in it
 
     def _fail_waiting(self, make_error: Callable[[], Exception]) -> None:
-        while self._waiting:
-            future, _ = self._waiting.popleft()
+        self.line.clear()
+        for future in tuple(self._waiters):
             _set_exception(future, make_error())
-
-    def _admit_waiting(self) -> None:
-        while self._waiting and self._has_room(self._waiting[0][1]):
-            future, count = self._waiting.popleft()
-            if not future.done():
-                self.num_reserved += count
-                future.set_result(None)
 
     def _arrived(self) -> None:
         self.num_wakeups += 1
@@ -227,13 +194,12 @@ class LoopBridge:
             if posted:  # interrupted
                 self.loop.call_soon(self._arrived, context=self._context)
 
-    def _deliver(self, batch: list[Delivery]) -> None:
+    def _deliver(self, batch: list[Delta]) -> None:
         for lane, token_ids, text, logprobs, end in batch:
             lane.push(token_ids, text, logprobs, end)
-        if self._waiting:
-            self._admit_waiting()
+        self.line.admit()
 
-    async def _dispatch(self, receive: MemoryObjectReceiveStream[list[Delivery]]) -> None:
+    async def _dispatch(self, receive: MemoryObjectReceiveStream[list[Delta]]) -> None:
         try:
             while self._open:
                 try:

@@ -77,6 +77,7 @@ class Engine:
         self._session: Session | None = None
         self._finalizer: weakref.finalize[[weakref.ref[Worker]], Engine] | None = None
         self._labels = itertools.count(1)
+        self._lives = itertools.count(1)
 
     @classmethod
     def from_pretrained(
@@ -153,16 +154,20 @@ class Engine:
 
         Raises:
             ConfigError: the model or the settings cannot work; no thread is left behind.
+            EngineError: an earlier life of this engine has kept the model for longer than `start_timeout`.
+            EngineClosed: it was running when this process was forked, or was closed while it was starting.
             Exception: whatever loading the model raised.
         """
         with self._lock:
             session = self._session
+            if session is not None and session.worker.state in ("starting", "running", "draining"):
+                session.raise_if_foreign()
             if session is None or session.is_over:
-                previous, session = session, Session(self._source, self._config)
+                previous, session = session, Session(self._source, self._config, next(self._lives))
+                session.start()
                 self._session = session
                 if previous is not None:
                     self._holders.hand_over(previous, session)
-                session.start()
                 if self._finalizer is not None:
                     self._finalizer.detach()  # or every session of this engine would be kept by its own
                 # Weak on both sides: the worker's error may have this engine in its traceback.
@@ -174,7 +179,7 @@ class Engine:
             if session.worker.state == "closed" and error is not None:
                 session.worker.join(1.0)
                 raise error
-            if session.is_over and session.worker.error is None:
+            if session.is_over and error is None:
                 raise EngineClosed("the engine was closed while it was starting")
         except BaseException:
             with self._lock:
@@ -400,7 +405,7 @@ class Engine:
     def state(self) -> EngineState:
         """Where the engine is in its life."""
         session = self._session
-        return "created" if session is None else session.worker.state
+        return "created" if session is None else session.state
 
     def describe(self) -> list[Choice]:
         """What was decided at start, and why; empty before the engine has run."""
@@ -413,9 +418,9 @@ class Engine:
         if session is None or session.worker.core is None:
             error = None if session is None else session.worker.error
             return Health(self.state, False, False, None, error)
-        core, state = session.worker.core, session.worker.state
+        core, state = session.worker.core, session.state
         age = time.monotonic() - core.last_event_at
-        is_hung = core.is_stepping and age > self._config.hang_timeout
+        is_hung = core.is_stepping and age > self._config.hang_timeout and not session.is_foreign
         is_ok = state in ("running", "draining") and not is_hung
         return Health(state, is_ok, is_hung, age, session.worker.error)
 

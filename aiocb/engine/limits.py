@@ -31,7 +31,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         ConfigError: the cache cannot hold a single useful request.
     """
     layout = built.runner.cache_layout
-    is_cpu = getattr(built.runner, "device_type", "cpu") == "cpu"
+    is_cpu = built.runner.device_type == "cpu"
     choices: list[Choice] = []
 
     def choose(name: str, given: int | float | None, value: int | float, reason: str) -> int | float:

@@ -1,4 +1,4 @@
-"""From sampled tokens to deliveries: text, stop strings, intervals, back-pressure. Worker thread only."""
+"""From sampled tokens to deltas: text, stop strings, intervals, back-pressure. Worker thread only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from aiocb.engine.slot import Delivery, End, Lane, Slot
-from aiocb.outputs import FinishReason, RequestMetrics, Usage
+from aiocb.engine.slot import Delta, End, Lane, Slot
+from aiocb.outputs import FinishReason, RequestMetrics, TokenLogprobs, Usage
 from aiocb.sampling_params import SamplingParams
-from aiocb.outputs import TokenLogprobs
 
 if TYPE_CHECKING:
     from aiocb.scheduler.request import Request
@@ -140,16 +139,16 @@ class OutputState:
         else:
             self.text += text
 
-    def take(self, end: End | None) -> Delivery:
-        """Everything not yet delivered, as one delivery."""
+    def take(self, end: End | None) -> Delta:
+        """Everything not yet delivered, as one delta."""
         token_ids = tuple(self.token_ids)
         logprobs = tuple(self.logprobs) if self.logprobs else None
-        delivery = Delivery(self.lane, token_ids, self.text, logprobs, end)
+        delta = Delta(self.lane, token_ids, self.text, logprobs, end)
         self.slot.num_sent += len(token_ids)
         self.token_ids.clear()
         self.logprobs.clear()
         self.text = ""
-        return delivery
+        return delta
 
     def end(
         self,

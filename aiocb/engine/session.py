@@ -1,104 +1,89 @@
-"""One life of an engine, from entering to closing: a worker, its core, and a bridge per event loop.
+"""A life of an engine as event loops see it: one bridge per loop, and the way of a stream to the worker.
 
-Loop threads, except `_build` and `_release` (worker thread). Streams hold their session: a stream that is closed after
-its engine has been entered again still reaches the core that it came from.
+Loop threads, except `_on_exit` (worker thread).
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
-from aiocb.config import Choice, EngineConfig
-from aiocb.engine.admission import Limits, StreamSpec, encode_prompt, plan_request
+from aiocb.engine.admission import StreamSpec, encode_prompt, plan_request
 from aiocb.engine.bridge import LoopBridge, Signal
 from aiocb.engine.core import EngineCore
-from aiocb.engine.limits import make_scheduler
+from aiocb.engine.life import Life
 from aiocb.engine.output import Submission
 from aiocb.engine.slot import End, Lane, Slot
-from aiocb.engine.worker import Worker
-from aiocb.errors import EngineClosed, QueueFull, RequestTimeout
-from aiocb.outputs import RequestMetrics, Usage
-from aiocb.text.processor import TextProcessor, is_long
+from aiocb.errors import QueueFull, RequestTimeout
+from aiocb.outputs import FinishReason, RequestMetrics, Usage
+from aiocb.text.processor import is_long
 
 if TYPE_CHECKING:
-    from aiocb.engine.core import Command
-    from aiocb.engine.source import Built, Source
+    from aiocb.config import EngineConfig
+    from aiocb.engine.source import Source
 
-__all__ = ["Session"]
+__all__ = ["Intent", "Session"]
 
 _MAX_ENCODERS = 2
 
 
-class Session:
-    """Starts a worker over a source and admits streams to it.
+class Intent:
+    """What the holder of a stream has decided while it is still being submitted.
 
-    Args:
-        source: builds the runner.
-        config: the engine's settings.
+    Attributes:
+        is_finishing: it is to end at once, without output.
+        withdraw: takes it out of the line for room in the queue, while it stands there (any thread).
     """
 
-    def __init__(self, source: Source, config: EngineConfig) -> None:
-        self.source = source
-        self.config = config
-        self.limits: Limits | None = None
-        self.text: TextProcessor | None = None
-        self.choices: list[Choice] = []
+    __slots__ = ("is_finishing", "withdraw")
+
+    def __init__(self) -> None:
+        self.is_finishing = False
+        self.withdraw: Callable[[], None] | None = None
+
+
+class Session(Life):
+    """Admits streams of any event loop to a life; see `Life` for the arguments.
+
+    Attributes:
+        built: set when it can serve or has failed.
+        exited: set when its thread is about to end.
+    """
+
+    def __init__(self, source: Source, config: EngineConfig, number: int = 1) -> None:
+        super().__init__(source, config, number)
         self.is_logged = False
         self.built = Signal()
         self.exited = Signal()
-        self.worker = Worker(self._build, self._release)
-        self._built: Built | None = None
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
         self._bridges_lock = threading.Lock()  # taken once per event loop, when its bridge is made
         self._num_wakeups_before = 0
-        self._num_submitted_before = 0
         self._encoders: dict[asyncio.AbstractEventLoop, anyio.CapacityLimiter] = {}
-
-    # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _build(self) -> EngineCore:
-        built = self.source.build(self.config)
-        built.text.prepare()
-        scheduler, limits, choices = make_scheduler(self.config, built)
-        self._built, self.text, self.limits = built, built.text, limits
-        self.choices = [*built.choices, *choices]
-        return EngineCore(
-            built.runner,
-            scheduler,
-            random_source=random.Random(self.config.seed) if self.config.seed is not None else None,
-            debug_checks=self.config.debug_checks,
-        )
-
-    def _release(self, core: EngineCore) -> None:
-        if self._built is None:
-            return
-        is_dead = self.worker.state == "dead"
-        if not is_dead:
-            core.release_runner()
-        self.source.release(self._built, is_dead)
-
-    def _on_exit(self) -> None:
-        make_error = self.worker.make_dead_error if self.worker.state == "dead" else _closed_error
-        for loop, bridge in tuple(self._bridges.items()):
-            if loop.is_closed():
-                bridge.discard()
-            else:
-                bridge.fail_waiting(make_error)
-        self.exited.set()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Start the worker; `built` is set when it can serve or has failed."""
+        """Start the worker; `built` is set when it can serve or has failed.
+
+        Raises:
+            EngineError: the system gives no thread.
+        """
         self.worker.start(lambda _error: self.built.set(), self._on_exit)
+
+    def _on_exit(self) -> None:
+        for loop, bridge in tuple(self._bridges.items()):
+            if loop.is_closed():
+                bridge.discard()
+            else:
+                bridge.fail_waiting(self.closed_error())
+        self.exited.set()
 
     async def shutdown(self, drain: float | None) -> None:
         """Refuse, drain to a deadline, abort the rest, join.
@@ -107,6 +92,8 @@ class Session:
             drain: seconds; None is without a bound, 0 aborts at once.
         """
         worker = self.worker
+        if self.is_foreign:
+            return  # its thread belongs to another process, which will end it
         try:
             if worker.state in ("running", "draining") and drain != 0:
                 drained = Signal()
@@ -122,37 +109,13 @@ class Session:
             worker.join(1.0)
 
     @property
-    def is_over(self) -> bool:
-        """True when it takes no more requests, now or soon: a new entry needs a new session."""
-        return self.worker.is_stopping or self.worker.state in ("draining", "closed", "dead")
-
-    def put(self, command: Command) -> None:
-        """Hand a command to the core; safe in destructors and in any thread."""
-        self.worker.put(command)
-
-    @property
     def num_wakeups(self) -> int:
         """Callbacks posted into event loops."""
         return self._num_wakeups_before + sum(bridge.num_wakeups for bridge in tuple(self._bridges.values()))
 
-    def raise_if_unusable(self) -> None:
-        """Refuse a submission while the engine cannot serve.
-
-        Raises:
-            EngineDead: the worker has died.
-            EngineClosed: the engine is closing or closed.
-        """
-        state = self.worker.state
-        if state == "running" and not self.worker.is_stopping:
-            return
-        if state == "dead":
-            raise self.worker.make_dead_error()
-        what = "closing" if state == "running" else state
-        raise EngineClosed(f"the engine is {what}; it accepts no new requests")
-
     # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def admit(self, spec: StreamSpec) -> tuple[Slot, tuple[Lane, ...]]:
+    async def admit(self, spec: StreamSpec, intent: Intent) -> tuple[Slot, tuple[Lane, ...]]:
         """Check, encode, wait for room, and hand a stream to the worker.
 
         Nothing is registered before the last await; registration is one synchronous step.
@@ -179,8 +142,8 @@ class Session:
             prompt_token_ids = encode_prompt(text, spec, limits.defaults.vocab_size)
         plan = plan_request(spec, prompt_token_ids, limits, text)
         num_lanes = plan.sampling.n
-        if self.config.max_queue_size:
-            await self._wait_for_room(bridge, spec, num_lanes, submitted_at)
+        if self.config.max_queue_size and not intent.is_finishing:
+            await self._wait_for_room(bridge, spec, intent, num_lanes, submitted_at)
         self.raise_if_unusable()
         # ── from here on: no await ──
         spec.prompt_token_ids = plan.prompt_token_ids
@@ -192,11 +155,11 @@ class Session:
             for lane in lanes:
                 lane.texts.append(echoed)
         bridge.register(lanes)
-        if plan.max_output_tokens == 0:
-            end = End("length", None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
+        if plan.max_output_tokens == 0 or intent.is_finishing:
+            reason: FinishReason = "cancelled" if intent.is_finishing else "length"
+            end = End(reason, None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
             for lane in lanes:
                 lane.push((), "", None, end)
-            bridge.num_submitted -= num_lanes
             return slot, lanes
         deadline = None if spec.timeout is None else submitted_at + spec.timeout
         queue_deadline = None if spec.queue_timeout is None else submitted_at + spec.queue_timeout
@@ -218,30 +181,22 @@ class Session:
             plan.drop_output,
             text.make_detokenizer if wants_text else None,
         )
+        bridge.line.enter(num_lanes)
         self.put((EngineCore.submit, submission))
         return slot, lanes
 
-    def has_room(self, count: int) -> bool:
-        """Whether the bounded queue has room for `count` more requests."""
-        limit = self.config.max_queue_size
-        core = self.worker.core
-        if not limit or core is None:
-            return True
-        submitted = self._num_submitted_before
-        submitted += sum(bridge.num_submitted + bridge.num_reserved for bridge in tuple(self._bridges.values()))
-        return submitted - core.recorder.num_left_queue + count <= limit
-
-    async def _wait_for_room(self, bridge: LoopBridge, spec: StreamSpec, count: int, submitted_at: float) -> None:
-        limit = self.config.max_queue_size
-        if count > limit:
-            raise QueueFull(f"{count} samples cannot enter a queue of {limit} (max_queue_size)")
+    async def _wait_for_room(
+        self, bridge: LoopBridge, spec: StreamSpec, intent: Intent, count: int, submitted_at: float
+    ) -> None:
+        self.room.check(count)
         if spec.on_full == "refuse":
-            if bridge.is_waiting_for_room or not self.has_room(count):
+            if not bridge.line.can_enter(count):
+                limit = self.room.limit
                 raise QueueFull(f"the queue is full ({limit} requests wait); try later or pass on_full='wait'")
             return
 
         def watch(future: asyncio.Future[None]) -> None:
-            spec.withdraw = partial(bridge.withdraw, future)
+            intent.withdraw = partial(bridge.withdraw, future)
             self.put((EngineCore.watch_room, bridge))
             # Whoever ends the worker after this line finds the future in line and fails it.
             self.raise_if_unusable()
@@ -252,7 +207,7 @@ class Session:
             with anyio.move_on_after(remaining) as scope:
                 await bridge.wait_for_room(count, watch)
         finally:
-            spec.withdraw = None
+            intent.withdraw = None
         if scope.cancelled_caught:
             raise RequestTimeout(f"no room in the queue within {min(bounds)} s", "queue")
 
@@ -263,10 +218,10 @@ class Session:
                 for other in [other for other in self._bridges if other.is_closed()]:
                     closed = self._bridges.pop(other)
                     closed.discard()
+                    self.room.close_line(closed.line)
                     self._encoders.pop(other, None)
                     self._num_wakeups_before += closed.num_wakeups
-                    self._num_submitted_before += closed.num_submitted
-                bridge = self._bridges[loop] = LoopBridge(loop, self.has_room, self._abandon)
+                bridge = self._bridges[loop] = LoopBridge(loop, self.room.open_line(), self._abandon)
         return bridge
 
     def _abandon(self, slot: Slot) -> None:
@@ -277,7 +232,3 @@ class Session:
         if limiter is None:
             limiter = self._encoders[loop] = anyio.CapacityLimiter(_MAX_ENCODERS)
         return limiter
-
-
-def _closed_error() -> EngineClosed:
-    return EngineClosed("the engine was closed while this request waited for the queue")

@@ -13,17 +13,34 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from aiocb.outputs import FinishReason, RequestMetrics, Usage
-from aiocb.outputs import TokenLogprobs
+from aiocb.outputs import FinishReason, RequestMetrics, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiocb.engine.bridge import Bridge
+__all__ = ["Bridge", "Delta", "End", "Lane", "Slot"]
 
-__all__ = ["Delivery", "End", "Lane", "Slot"]
+
+class Bridge(Protocol):
+    """What the worker needs of a place that reads deltas."""
+
+    outbox: list[Delta]
+    """The current step's deltas; the worker's own."""
+
+    @property
+    def is_waiting_for_room(self) -> bool:
+        """True when somebody waits for a place in the bounded queue."""
+
+    def post(self, batch: list[Delta]) -> bool:
+        """Hand over one step's deltas (worker thread). False when the other side is gone."""
+
+    def lane_ended(self, lane: Lane) -> None:
+        """Count a lane's end (called where the batch is read)."""
+
+    def wake(self, slot: Slot) -> None:
+        """Wake the parked reader of a slot, from any thread."""
 
 
 class End(NamedTuple):
@@ -45,7 +62,7 @@ class End(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
-class Delivery(NamedTuple):
+class Delta(NamedTuple):
     """What one step adds to one lane."""
 
     lane: Lane
@@ -119,7 +136,7 @@ class Slot:
         is_closed: set once by `Stream.close()`; nothing is delivered after it.
         num_read: tokens taken by the reader; written on the loop, read by the worker (back-pressure).
         is_paused: the worker has paused the request because the reader is behind; the reader resumes it.
-        num_sent: tokens delivered; worker only.
+        num_sent: tokens put on their way; worker only.
         on_end: called once on the loop, when the last lane has ended or the first one with an error.
     """
 

@@ -1,17 +1,21 @@
-"""Where an engine's runner comes from. Worker thread only, apart from construction.
+"""Where an engine's runner comes from, and who has it: `Source`. Worker threads, apart from construction.
 
-A source outlives a session: what `from_pretrained` loaded is kept for later entries, a user's model is given back as
-it was when the session ends.
+A runner has one owner at a time. A life of the engine *leases* it before it serves and gives it back when its worker
+has left it, empty; a second life waits for that, in its own worker thread. A source outlives its lives: what
+`from_pretrained` has loaded is kept for later ones, a user's model is given back as it was.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from aiocb.config import Choice, EngineConfig
+from aiocb.errors import EngineClosed, EngineError
 from aiocb.sampling_params import ModelDefaults
 from aiocb.step import Runner
 from aiocb.text.processor import TextProcessor
@@ -32,30 +36,87 @@ class Built:
     choices: list[Choice] = field(default_factory=list)
 
 
-class Source(Protocol):
-    """Builds a runner when a session starts and takes it back when it ends."""
+class Source(ABC):
+    """Builds a runner and leases it to one life of an engine at a time.
 
-    def build(self, config: EngineConfig) -> Built:
-        """Load what is not loaded yet and make a runner (worker thread).
+    Attributes:
+        name: for messages.
+        model: the transformers model, or None.
+        request_ids: ids that none of its runners has met.
+    """
+
+    def __init__(self, name: str, model: Any = None) -> None:
+        self.name = name
+        self.model = model
+        self.request_ids = itertools.count(1)
+        self._changed = threading.Condition()
+        self._holder: object | None = None
+
+    def lease(self, config: EngineConfig, life: object, is_over: Callable[[], bool]) -> Built:
+        """Wait until nobody has the runner, build it if it is not there, and let a life have it.
+
+        Args:
+            config: the engine's settings; `start_timeout` bounds the wait.
+            life: who wants it; written as `str` in messages to others.
+            is_over: true when it has given up meanwhile; looked at again after `interrupt`.
 
         Raises:
+            EngineError: another life has had it for too long; the message says which.
+            EngineClosed: `is_over`.
             ConfigError: the model or the settings cannot work.
         """
+        with self._changed:
+            is_free = self._changed.wait_for(lambda: self._holder is None or is_over(), config.start_timeout)
+            if is_over():
+                raise EngineClosed("the engine was closed while it was starting")
+            if not is_free:
+                raise EngineError(
+                    f"{self._holder} still has the model after {config.start_timeout:g} s (start_timeout): end its "
+                    "requests or close it with a shorter drain, then enter again"
+                )
+            self._holder = life
+        try:
+            return self._open(config)
+        except BaseException:
+            self._free()
+            raise
 
-    def release(self, built: Built, is_dead: bool) -> None:
-        """The session is over (worker thread); `is_dead`: a step has raised, the runner cannot be trusted."""
+    def give_back(self, built: Built, *, is_dead: bool) -> None:
+        """The life that has the runner is over; `is_dead`: a step has raised, the runner cannot be trusted."""
+        try:
+            if is_dead:
+                self._discard(built)
+            else:
+                built.runner.release()
+                self._close(built)
+        finally:
+            self._free()
 
-    @property
-    def model(self) -> Any:
-        """The transformers model, or None."""
+    def interrupt(self) -> None:
+        """Let everybody who waits look again (any thread)."""
+        with self._changed:
+            self._changed.notify_all()
 
-    @property
-    def name(self) -> str:
-        """For messages."""
+    def _free(self) -> None:
+        with self._changed:
+            self._holder = None
+            self._changed.notify_all()
+
+    @abstractmethod
+    def _open(self, config: EngineConfig) -> Built:
+        """Build a runner, or return the one that is kept."""
+
+    def _close(self, built: Built) -> None:
+        """Take back a runner that remembers nothing."""
+        built.runner.close()
+
+    def _discard(self, built: Built) -> None:
+        """Take back a runner that may be broken."""
+        built.runner.close()
 
 
-class PretrainedSource:
-    """A model by name or path, loaded on the first build and kept."""
+class PretrainedSource(Source):
+    """A model by name or path, loaded on the first lease and kept."""
 
     def __init__(
         self,
@@ -67,24 +128,18 @@ class PretrainedSource:
         progress: Progress | None,
         options: Mapping[str, Any],
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._dtype = dtype
         self._device = device
         self._quantization = quantization
         self._progress = progress
         self._options = dict(options)
-        self._lock = threading.Lock()  # two sessions never load at once; taken in worker threads only
-        self._built: Built | None = None
-        self._config: EngineConfig | None = None
-        self.model: Any = None
+        self._kept: Built | None = None
 
-    def build(self, config: EngineConfig) -> Built:
-        """Load the model, unless an earlier session has, and make a runner; see `Source`."""
-        from aiocb.model.open import open_pretrained
+    def _open(self, config: EngineConfig) -> Built:
+        if self._kept is None:
+            from aiocb.model.open import open_pretrained
 
-        with self._lock:
-            if self._built is not None and self._config == config:
-                return self._built
             opened = open_pretrained(
                 self.name,
                 config,
@@ -95,55 +150,42 @@ class PretrainedSource:
                 options=self._options,
             )
             self.model = opened.model
-            self._built = Built(opened.runner, TextProcessor(opened.tokenizer), opened.defaults, opened.choices)
-            self._config = config
-            return self._built
+            self._kept = Built(opened.runner, TextProcessor(opened.tokenizer), opened.defaults, opened.choices)
+        return self._kept
 
-    def release(self, built: Built, is_dead: bool) -> None:
-        """Keep everything, so that the next entry starts at once; load anew after a step has raised."""
-        if is_dead:
-            self._built = None
-            built.runner.close()
+    def _close(self, built: Built) -> None:
+        """Keep it: the next entry starts at once."""
 
-
-class LoadedSource:
-    """A model that the user has loaded; left as it was found when the session ends."""
-
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model = model
-        self.name = type(model).__name__
-        self._text = TextProcessor(tokenizer)
-        self._lock = threading.Lock()
-
-    def build(self, config: EngineConfig) -> Built:
-        """Make a runner over the user's model; see `Source`."""
-        from aiocb.model.build import build_runner, model_defaults
-
-        with self._lock:
-            runner, choices = build_runner(self.model, config, owns_model=False)
-            return Built(runner, self._text, model_defaults(self.model), list(choices))
-
-    def release(self, built: Built, is_dead: bool) -> None:
-        """Close the runner."""
+    def _discard(self, built: Built) -> None:
+        self._kept = None
         built.runner.close()
 
 
-class RunnerSource:
+class LoadedSource(Source):
+    """A model that the user has loaded; left as it was found when a life ends."""
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        super().__init__(type(model).__name__, model)
+        self._text = TextProcessor(tokenizer)
+
+    def _open(self, config: EngineConfig) -> Built:
+        from aiocb.model.build import build_runner, model_defaults
+
+        runner, choices = build_runner(self.model, config, owns_model=False)
+        return Built(runner, self._text, model_defaults(self.model), list(choices))
+
+
+class RunnerSource(Source):
     """A runner of one's own: fakes for tests, other execution engines."""
 
     def __init__(
         self, make_runner: Callable[[EngineConfig], Runner], defaults: ModelDefaults, tokenizer: Any = None
     ) -> None:
-        self.model = None
-        self.name = "runner"
+        super().__init__("runner")
         self._make_runner = make_runner
         self._defaults = defaults
         self._text = TextProcessor(tokenizer)
 
-    def build(self, config: EngineConfig) -> Built:
-        """Make the runner; see `Source`."""
-        return Built(self._make_runner(config), self._text, self._defaults)
-
-    def release(self, built: Built, is_dead: bool) -> None:
-        """Close the runner."""
-        built.runner.close()
+    def _open(self, config: EngineConfig) -> Built:
+        runner = self._make_runner(config)
+        return Built(runner, self._text, self._defaults, list(runner.choices))

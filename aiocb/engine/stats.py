@@ -142,7 +142,6 @@ class Recorder:
     """The worker's counters.
 
     Attributes:
-        num_left_queue: requests that have left the waiting queue, as one number that any thread can read.
         last_step_at: when the last step ended, None when it was not the one before this.
     """
 
@@ -151,7 +150,6 @@ class Recorder:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.num_aborts = 0
-        self.num_left_queue = 0
         self.last_step_at: float | None = None
         self.finished: Counter[str] = Counter()
         self.ttft = Histogram()

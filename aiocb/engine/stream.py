@@ -16,7 +16,8 @@ import anyio
 
 from aiocb.engine.bridge import Withdrawn
 from aiocb.engine.core import EngineCore
-from aiocb.errors import RequestError
+from aiocb.engine.session import Intent
+from aiocb.errors import EngineError, RequestError
 from aiocb.outputs import Chunk, Completion, RequestMetrics, Usage
 
 if TYPE_CHECKING:
@@ -45,11 +46,25 @@ class Stream:
     - `stream.finish()`: ends at the next step and delivers what is there.
     """
 
-    __slots__ = ("__weakref__", "_engine", "_entered", "_lanes", "_reading", "_session", "_slot", "_spec", "_state")
+    __slots__ = (
+        "__weakref__",
+        "_engine",
+        "_entered",
+        "_intent",
+        "_lanes",
+        "_loop",
+        "_reading",
+        "_session",
+        "_slot",
+        "_spec",
+        "_state",
+    )
 
     def __init__(self, engine: Engine, spec: StreamSpec) -> None:
         self._engine = engine
         self._spec = spec
+        self._intent = Intent()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Session | None = None
         self._slot: Slot | None = None
         self._lanes: tuple[Lane, ...] = ()
@@ -84,11 +99,14 @@ class Stream:
             QueueFull: there is no room in the waiting queue.
             RequestTimeout: a deadline has passed.
             RequestFailed: something inside this request raised.
-            EngineClosed: the engine is not running.
+            EngineClosed: the engine is not running, or runs in another process.
             EngineDead: the engine's worker has died.
+            EngineError: the stream was opened in another event loop.
             anyio.BusyResourceError: another task is reading this stream.
         """
         slot = self._slot
+        if slot is not None and slot.num_open and asyncio.get_running_loop() is not self._loop:
+            raise EngineError("a stream is read in the event loop that it was opened in: open it where it is read")
         if slot is not None and slot.ready and not slot.is_closed:
             chunk = self._take(slot)
             if chunk is not None:
@@ -108,6 +126,8 @@ class Stream:
                         return chunk
                 if slot.num_open == 0 and not slot.ready:
                     raise StopAsyncIteration
+                assert self._session is not None
+                self._session.raise_if_foreign()
                 # The data stays in the slot: a cancelled wait loses nothing.
                 waiter = asyncio.get_running_loop().create_future()
                 slot.waiter = waiter
@@ -182,9 +202,7 @@ class Stream:
         if slot is None:
             if self._state == "new":
                 self._state = "closed"
-                withdraw = self._spec.withdraw
-                if withdraw is not None:
-                    withdraw()
+                self._withdraw()
             return
         if slot.is_closed:
             return
@@ -194,10 +212,22 @@ class Stream:
             slot.bridge.wake(slot)
 
     def finish(self) -> None:
-        """End generation at the next step and deliver what is there (a chat's stop button). Idempotent."""
+        """End generation at the next step and deliver what is there (a chat's stop button). Idempotent, any thread.
+
+        A stream that has not been submitted yet, or waits for room in the queue, ends without output.
+        """
+        self._intent.is_finishing = True  # first: who submits it meanwhile looks at this last
         slot = self._slot
-        if slot is not None and slot.num_open:
+        if slot is None:
+            self._withdraw()
+        elif slot.num_open:
             self._put((EngineCore.finish_early, slot))
+
+    def _withdraw(self) -> None:
+        """Leave the line for room in the queue, if this stands there."""
+        withdraw = self._intent.withdraw
+        if withdraw is not None:
+            withdraw()
 
     async def aclose(self) -> None:
         """The same as `close()`, for `contextlib.aclosing`; never waits."""
@@ -326,12 +356,17 @@ class Stream:
             raise StopAsyncIteration
         session = self._engine._running()
         try:
-            slot, lanes = await session.admit(self._spec)
+            slot, lanes = await session.admit(self._spec, self._intent)
         except Withdrawn:
-            raise StopAsyncIteration from None
+            if not self._intent.is_finishing or self._state == "closed":
+                raise StopAsyncIteration from None
+            slot, lanes = await session.admit(self._spec, self._intent)
         # From the registration in `admit` to here there is no await: a cancelled submission leaves nothing behind.
         self._session = session
+        self._loop = asyncio.get_running_loop()
         self._slot, self._lanes = slot, lanes
+        if self._intent.is_finishing and slot.num_open:
+            self._put((EngineCore.finish_early, slot))
         if self.is_closed:
             # Closed by somebody else while the prompt was encoded: the engine has to hear of it all the same.
             slot.is_closed = True

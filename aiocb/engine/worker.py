@@ -9,12 +9,15 @@ Life cycle, as a table; nothing outside this file changes the state:
 | running  | drain                | draining |
 | running, draining | stop        | closed   |
 | running, draining | step raised | dead     |
+
+The thread keeps the core's runner until its last act: only then may another life have it.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import queue
 import threading
 import weakref
@@ -23,13 +26,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiocb.engine.core import EngineCore
-from aiocb.errors import EngineClosed, EngineDead
+from aiocb.errors import EngineClosed, EngineDead, EngineError, explain
 
 if TYPE_CHECKING:
     from aiocb.engine.core import Command
     from aiocb.engine.stats import EngineState
 
 __all__ = ["Worker"]
+
+logger = logging.getLogger("aiocb")
 
 _JOIN_AT_EXIT_S = 2.0
 
@@ -38,14 +43,21 @@ class Worker:
     """One daemon thread that owns an `EngineCore` from start to stop.
 
     Args:
-        build: makes the core; runs in the thread (models are loaded and warmed up there, so that no other thread
+        open: makes the core; runs in the thread (models are loaded and warmed up there, so that no other thread
             ever owns a pool of compute threads).
-        release: called in the thread with the core after the last step.
+        close: called in the thread after the last step, also when `open` has failed.
+        interrupt: called by `stop`, so that an `open` that waits looks at `is_stopping`.
     """
 
-    def __init__(self, build: Callable[[], EngineCore], release: Callable[[EngineCore], None]) -> None:
-        self._build = build
-        self._release = release
+    def __init__(
+        self,
+        open: Callable[[], EngineCore],  # noqa: A002
+        close: Callable[[], None],
+        interrupt: Callable[[], None],
+    ) -> None:
+        self._open = open
+        self._close = close
+        self._interrupt = interrupt
         self._thread: threading.Thread | None = None
         self._make_stop_error: Callable[[], Exception] = _closed
         self._drain_listeners: deque[Callable[[], None]] = deque()
@@ -64,13 +76,22 @@ class Worker:
         Args:
             on_built: called in the thread with None, or with what went wrong (the thread then ends).
             on_exit: called in the thread as its last act.
+
+        Raises:
+            EngineError: the system gives no thread.
         """
         assert self._state == "created", self._state
         self._state = "starting"
         # At interpreter exit a daemon thread inside native code could crash: stop it first, within a bound.
         atexit.register(self._at_exit)
         self._thread = threading.Thread(target=_run, args=(self, on_built, on_exit), name="aiocb worker", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            self._state = "closed"
+            atexit.unregister(self._at_exit)
+            raise EngineError(f"the engine's worker thread cannot be started: {error}; end other threads") from error
 
     def put(self, command: Command) -> None:
         """Hand a command to the core; safe in destructors and in any thread.
@@ -88,6 +109,7 @@ class Worker:
         """End all streams (with an error of their own each) and the thread at the next step boundary."""
         self._make_stop_error = make_error or _closed
         self.is_stopping = True
+        self._interrupt()
         self._poke()
 
     def drain(self, on_drained: Callable[[], None]) -> None:
@@ -119,7 +141,8 @@ class Worker:
 
     def make_dead_error(self) -> EngineDead:
         """A new `EngineDead` with the cause chained; one instance per stream."""
-        error = EngineDead(f"the engine has died: {type(self.error).__name__}: {self.error}")
+        assert self.error is not None
+        error = EngineDead(f"the engine has died: {explain(self.error)}")
         error.__cause__ = self.error
         return error
 
@@ -132,11 +155,12 @@ class Worker:
 
     def _run(self, on_built: Callable[[BaseException | None], None]) -> None:
         try:
-            core = self._build()
+            core = self._open()
         except BaseException as error:
             self.error = error
             self._state = "closed"
             self._notify_drained()
+            self._give_back()
             on_built(error)
             return
         self.core = core
@@ -144,22 +168,29 @@ class Worker:
         on_built(None)
         try:
             self._loop(core)
+            core.end_all(self._make_stop_error)
         except BaseException as error:
             self.error = error
             self._state = "dead"
             core.end_all_dead(self.make_dead_error)
         else:
             self._state = "closed"
-            core.end_all(self._make_stop_error)
             core.refuse_inbox(self._make_stop_error)
         self._notify_drained()
-        self._release(core)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        try:
+            self._close()
+        except BaseException:
+            # What was served is served; whoever comes next gets a runner of its own, or an error of its own.
+            logger.exception("the engine's runner could not be closed")
 
     def _loop(self, core: EngineCore) -> None:
         inbox = core.inbox
         while not self._must_stop():
             if not core.has_work:
-                if self._drain_listeners and core.num_requests == 0 and inbox.empty():
+                if self._drain_listeners and core.delivery.num_streams == 0 and inbox.empty():
                     self._notify_drained()
                 # Nothing to do: sleep until a command or a deadline, without polling.
                 deadline = core.next_deadline

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.eager.adapter import text_config
-from aiocb.model.eager.runner import Sampler, TorchRunner
+from aiocb.model.eager.runner import TorchRunner
+from aiocb.model.native.runner import NativeRunner, try_build
 from aiocb.model.open import choose_length
+from aiocb.sampling.sampler import Sampler
 from aiocb.sampling_params import ModelDefaults, generation_values
 from aiocb.step import Runner
 
@@ -45,7 +45,7 @@ def build_runner(
     Args:
         model: in eval mode. Left as it was found when it is not owned.
         config: the engine's settings.
-        sampler: takes logits and plan; None builds `aiocb.sampling.sampler.Sampler`.
+        sampler: None makes one.
         owns_model: the engine loaded the model itself, so its weights may be repacked in place.
         quantization: "int8" for 8-bit weights, which only the native runner has.
 
@@ -56,11 +56,11 @@ def build_runner(
         raise ConfigError(f"quantization={quantization!r} is unknown: 'int8', or None for the weights as they are")
     defaults = model_defaults(model)
     max_model_len, length_choice = choose_length(config, defaults.max_model_len, length_reason(model))
-    sampler = sampler if sampler is not None else _default_sampler(defaults.vocab_size, model)
-
+    if sampler is None:
+        sampler = Sampler(defaults.vocab_size, device=str(model.device))
     native, reason = _try_native(model, config, sampler, max_model_len, owns_model, quantization)
     if native is not None:
-        choices = (Choice("runner", "native", reason), length_choice, *getattr(native, "choices", ()))
+        choices = (Choice("runner", "native", reason), length_choice, *native.choices)
         return BuiltRunner(native, choices)
     if quantization is not None:
         raise ConfigError(
@@ -133,12 +133,6 @@ def _vocab_size(model: PreTrainedModel, config: Any) -> int:
     return int(config.vocab_size)
 
 
-def _default_sampler(vocab_size: int, model: PreTrainedModel) -> Sampler:
-    module = importlib.import_module("aiocb.sampling.sampler")
-    sampler: Sampler = module.Sampler(vocab_size, device=str(model.device))
-    return sampler
-
-
 def _try_native(
     model: PreTrainedModel,
     config: EngineConfig,
@@ -146,7 +140,7 @@ def _try_native(
     max_model_len: int,
     owns_model: bool,
     quantization: str | None,
-) -> tuple[Runner | None, str]:
+) -> tuple[NativeRunner | None, str]:
     """Ask the native runner whether it takes this model; the reason goes with the answer."""
     if config.native is False:
         return None, "native=False"
@@ -154,15 +148,9 @@ def _try_native(
         return None, f"attention={config.attention!r} was asked for"
     if model.device.type != "cpu":
         return None, f"the model is on {model.device.type} (device='cpu' puts it on the CPU)"
-    try:
-        module = importlib.import_module("aiocb.model.native.runner")
-    except ImportError as error:
-        runner, reason = None, f"no native runner is installed ({error})"
-    else:
-        try_build: Callable[..., tuple[Runner | None, str]] = module.try_build
-        runner, reason = try_build(
-            model, config, sampler, max_model_len=max_model_len, owns_model=owns_model, quantization=quantization
-        )
+    runner, reason = try_build(
+        model, config, sampler, max_model_len=max_model_len, owns_model=owns_model, quantization=quantization
+    )
     if runner is None and config.native:
         raise ConfigError(f"native=True, but the native runner cannot be used: {reason}")
     return runner, reason

@@ -6,7 +6,6 @@ name ─► GGUF folder? ─► snapshot? ──► native runner               
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from aiocb.sampling_params import ModelDefaults
 
 if TYPE_CHECKING:
     from aiocb.model.load.snapshot import Encoded
+    from aiocb.model.native import NativeRunner
     from aiocb.step import Runner
 
 logger = logging.getLogger("aiocb.model")
@@ -65,6 +65,7 @@ def open_pretrained(
         if opened is not None:
             return opened
     from aiocb.model.build import build_runner, length_reason, model_defaults
+    from aiocb.model.native import NativeRunner
 
     loaded = loader.load(name, dtype=dtype, device=device, progress=report, **(options or {}))
     defaults = model_defaults(loaded.model)
@@ -72,8 +73,9 @@ def open_pretrained(
     encoded = _encoded(loaded) if _may_snapshot(config) else None
     runner, choices = build_runner(loaded.model, config, owns_model=True, quantization=quantization)
     # Where the runner took the weights over, what is left is no model that could be used or changed.
-    model = loaded.model if getattr(runner, "has_module", True) else None
-    if model is None and encoded is not None and loaded.folder is not None:
+    took_over = isinstance(runner, NativeRunner) and not runner.has_module
+    model = None if took_over else loaded.model
+    if isinstance(runner, NativeRunner) and took_over and encoded is not None and loaded.folder is not None:
         _save(loaded.folder, encoded, defaults, reason, loaded.tokenizer, runner, quantization)
     return Pretrained(runner, defaults, loaded.tokenizer, [*loaded.choices, *choices], model)
 
@@ -113,6 +115,7 @@ def _from_snapshot(
         from aiocb.kernels import load as load_kernels
         from aiocb.model.load import snapshot
         from aiocb.model.native import runner as native
+        from aiocb.sampling.sampler import Sampler
 
         report("import", 1.0)
         found = loader.find_gguf(name, dtype, device)
@@ -127,7 +130,7 @@ def _from_snapshot(
             return None
         report("load", 1.0)
     max_model_len, length_choice = choose_length(config, stored.defaults.max_model_len, stored.length_reason)
-    sampler = importlib.import_module("aiocb.sampling.sampler").Sampler(stored.defaults.vocab_size, device="cpu")
+    sampler = Sampler(stored.defaults.vocab_size, device="cpu")
     runner, reason = native.build_described(
         stored.description,
         config,
@@ -175,7 +178,7 @@ def _save(
     defaults: ModelDefaults,
     reason: str,
     tokenizer: Any,
-    runner: Runner,
+    runner: NativeRunner,
     quantization: str | None,
 ) -> None:
     from aiocb.kernels import KernelUnavailable
@@ -184,10 +187,9 @@ def _save(
 
     library = load_kernels()
     if not isinstance(library, KernelUnavailable):
-        parity: str = getattr(runner, "parity", "")
         try:
             path = snapshot.snapshot_path(folder, library, quantization)
-            snapshot.save(path, encoded, defaults, reason, tokenizer, parity)
+            snapshot.save(path, encoded, defaults, reason, tokenizer, runner.notes.get("parity", ""))
         except Exception:
             # A start that has succeeded does not fail for it: the next one only takes longer.
             logger.debug("no snapshot could be written to %s", folder, exc_info=True)

@@ -15,8 +15,9 @@ from aiocb.attention.base import AttentionBackend
 from aiocb.config import Choice
 from aiocb.errors import ConfigError
 from aiocb.model.kv import PagedCache
+from aiocb.records import Record
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import StepEntry, StepPlan
+from aiocb.step import OpenedRequest, StepEntry
 
 if TYPE_CHECKING:
     from aiocb.model.eager.adapter import ModelAdapter
@@ -61,28 +62,19 @@ def _largest_error(adapter: ModelAdapter, backend: AttentionBackend, page_size: 
     num_groups = len({spec.window for spec in specs})
     cache = PagedCache(backend, specs, page_size, (1 + sum(blocks),) * num_groups, adapter.dtype, adapter.device)
     tables = [list(range(1, 1 + blocks[0])), list(range(1 + blocks[0], 1 + sum(blocks)))]
-    parameters = SamplingParams()
+    records = []
+    for number, prompt in enumerate(prompts):
+        record = Record(OpenedRequest(number, tuple(prompt), len(prompt), SamplingParams(), 0), number, num_groups)
+        for table in record.tables:
+            table += tables[number]
+        records.append(record)
     rows: list[list[Tensor]] = [[], []]
     done = [0, 0]
     with torch.inference_mode():
         for counts in STEPS:
-            entries = tuple(
-                StepEntry(
-                    request_id=number,
-                    tokens=prompts[number],
-                    num_prompt_tokens=LENGTHS[number],
-                    num_computed_tokens=done[number],
-                    num_new_tokens=count,
-                    block_tables=(tables[number],) * num_groups,
-                    num_logits=count,
-                    is_sampled=False,
-                    sampling=parameters,
-                    seed=0,
-                )
-                for number, count in enumerate(counts)
-                if count
-            )
-            logits = adapter.run(StepPlan(entries, sum(counts)), backend, cache).float()
+            present = [number for number, count in enumerate(counts) if count]
+            entries = [StepEntry(number, done[number], counts[number], counts[number], False) for number in present]
+            logits = adapter.run(entries, [records[number] for number in present], backend, cache).float()
             rows[0].append(logits[: counts[0]])
             rows[1].append(logits[counts[0] :])
             done = [done[0] + counts[0], done[1] + counts[1]]

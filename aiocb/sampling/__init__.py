@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from aiocb.sampling.sampler import Sampler, is_greedy_plain
+from aiocb.sampling.sampler import Sampler
 from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW
 from aiocb.sampling.truncation import SelectionParams
 
-__all__ = ["EMPTY_ROW", "INVALID_ROW", "Sampler", "SelectionParams", "is_greedy_plain"]
+__all__ = ["EMPTY_ROW", "INVALID_ROW", "Sampler", "SelectionParams"]

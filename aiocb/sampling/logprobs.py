@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from aiocb.outputs import TokenLogprobs
 from aiocb.sampling.rows import parts, row_argmax
 from aiocb.sampling.truncation import SelectionParams, iterate_kept, sorted_candidates
-from aiocb.outputs import TokenLogprobs
 
 __all__ = ["LOWEST_LOGPROB", "full_logprobs", "processed_logprobs", "raw_logprobs", "token_logprobs"]
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aiocb.errors import RequestFailed
+from aiocb.errors import RequestFailed, explain
 from aiocb.sampling.history import BannedSequences, NGrams, TokenCounts
 from aiocb.sampling_params import SamplingParams
 
@@ -53,8 +53,8 @@ class _Processor:
                 result = self._call(state.token_tensor(logits.device), logits[None])
             else:
                 result = self._call(state.token_list, logits)
-        except Exception as error:
-            raise RequestFailed(f"logits processor {self.name} raised {type(error).__name__}: {error}") from error
+        except BaseException as error:  # in this thread, SystemExit and its like are only exceptions
+            raise RequestFailed(f"logits processor {self.name} raised {explain(error)}") from error
         if not isinstance(result, Tensor):
             raise RequestFailed(f"logits processor {self.name} returned {type(result).__name__}, not a tensor")
         if result.shape not in (logits.shape, (1, *logits.shape)):
@@ -296,6 +296,10 @@ def _run_processors(logits: Tensor, stage: StaticStage) -> dict[int, Exception]:
             logits[row] = values
         except RequestFailed as error:
             failures[row] = error
+            logits[row] = 0.0
+        except BaseException as error:  # of what it returned
+            failures[row] = RequestFailed(f"the result of a logits processor raised {explain(error)}")
+            failures[row].__cause__ = error
             logits[row] = 0.0
     return failures
 

@@ -13,53 +13,37 @@ Legend: N rows that sample, A all rows of the step's logits, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from aiocb.errors import RequestFailed
+from aiocb.outputs import TokenLogprobs
+from aiocb.records import Record
 from aiocb.sampling.logprobs import processed_logprobs, raw_logprobs
 from aiocb.sampling.processors import RequestState, StaticStage, process
 from aiocb.sampling.random import as_seeds, uniforms
 from aiocb.sampling.rows import row_argmax, take
 from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, select
 from aiocb.sampling.truncation import SelectionParams, is_truncated
-from aiocb.step import StepEntry, StepPlan, StepResult, TokenLogprobs
+from aiocb.step import StepEntry, StepResult
 
-__all__ = ["Sampler", "failure_of", "is_greedy_plain"]
-
-
-def is_greedy_plain(plan: StepPlan) -> bool:
-    """True when every logit row of the step is sampled by a plain argmax and nothing else is asked.
-
-    A runner may then take the argmax itself and build the `StepResult` (it still has to call `Sampler.release`).
-    """
-    for entry in plan.entries:
-        # Rows beyond the sampled one are those of prompt log-probabilities. True counts as 1.
-        if entry.num_logits != entry.is_sampled or (entry.is_sampled and not entry.sampling.is_plain):
-            return False
-    return True
+__all__ = ["Sampler", "failure_of"]
 
 
 class _Batch:
     """What is constant while the same requests sample in the same order."""
 
-    __slots__ = ("is_plain", "keys", "logprob_rows", "params", "request_ids", "stage", "truncated", "wants_raw")
+    __slots__ = ("is_plain", "keys", "logprob_rows", "params", "records", "stage", "truncated", "wants_raw")
 
-    def __init__(
-        self,
-        request_ids: tuple[int, ...],
-        entries: Sequence[StepEntry],
-        stage: StaticStage | None,
-        device: torch.device,
-    ) -> None:
-        samplings = [entry.sampling for entry in entries]
-        self.request_ids = request_ids
+    def __init__(self, records: Sequence[Record], stage: StaticStage | None, device: torch.device) -> None:
+        samplings = [record.sampling for record in records]
+        self.records = records
         self.stage = stage
-        self.is_plain = all(sampling.is_plain for sampling in samplings)
-        self.keys = as_seeds(entry.seed for entry in entries)
+        self.is_plain = all(record.is_plain for record in records)
+        self.keys = as_seeds(record.seed for record in records)
         self.params = SelectionParams.build(samplings, device)
         self.truncated = frozenset(
             row for row, sampling in enumerate(samplings) if not sampling.is_greedy and is_truncated(sampling)
@@ -69,7 +53,7 @@ class _Batch:
 
 
 class Sampler:
-    """Samples all requests of a step, and remembers what their processing needs.
+    """Samples all requests of a step. What their processing needs is kept in `Record.state`.
 
     A row's result is, bit for bit on the CPU, the same whatever the other rows are.
     """
@@ -81,24 +65,12 @@ class Sampler:
         """
         self._vocab_size = vocab_size
         self._device = torch.device(device)
-        self._states: dict[int, RequestState] = {}
         self._batch: _Batch | None = None
         self._buffer: Tensor | None = None
 
-    def __repr__(self) -> str:
-        return f"<Sampler [{len(self._states)} requests with state]>"
-
-    @property
-    def num_states(self) -> int:
-        """Requests that have processing state."""
-        return len(self._states)
-
-    def release(self, request_ids: Iterable[int]) -> None:
-        """Drop what is kept for requests that ended; unknown ids are passed over."""
-        for request_id in request_ids:
-            self._states.pop(request_id, None)
-            # The last batch refers to its requests' states.
-            self._batch = None
+    def forget(self) -> None:
+        """Drop what is kept of the last step's requests: some of them are closed."""
+        self._batch = None
 
     def select(self, logits: Tensor, params: SelectionParams, uniforms: Tensor | None) -> Tensor:
         """Choose one token id for each row; the seam for a native selection.
@@ -135,20 +107,19 @@ class Sampler:
         return processed_logprobs(take(logits, rows), params, is_truncated, token_ids, num_top)
 
     @torch.no_grad()
-    def __call__(self, logits: Tensor, plan: StepPlan) -> StepResult:
+    def __call__(self, logits: Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
         """Sample the step.
 
         Args:
             logits: for each entry in order the rows of its last `num_logits` positions, [A, V] of any float type.
                 Not changed.
-            plan: the step.
+            entries: of the step.
+            records: of their requests.
 
         Raises:
-            ValueError: the logits do not fit the plan. Failures of single requests are in `StepResult.errors`.
+            ValueError: the logits do not fit the entries. Failures of single requests are in `StepResult.errors`.
         """
-        if plan.released_ids:
-            self.release(plan.released_ids)
-        entries = [entry for entry in plan.entries if entry.is_sampled]
+        sampling = [record for entry, record in zip(entries, records, strict=True) if entry.is_sampled]
         num_rows, vocab_size = logits.shape
         if vocab_size != self._vocab_size:
             raise ValueError(f"the logits have {vocab_size} columns, the sampler was made for {self._vocab_size}")
@@ -156,72 +127,72 @@ class Sampler:
         prompt_logprobs: dict[int, list[TokenLogprobs]] | None = None
         sampled = logits
         # Every sampled entry has at least one row: equal numbers mean one each, and none of another kind.
-        if num_rows != len(entries):
-            rows, prompts = _split_rows(plan, num_rows)
+        if num_rows != len(sampling):
+            rows, prompts = _split_rows(entries, records, num_rows)
             if prompts:
                 prompt_logprobs = self._prompt_logprobs(logits, prompts, errors)
             sampled = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]  # [N, V]
-        if not entries:
-            return StepResult([None] * len(plan.entries), None, prompt_logprobs, errors or None)
+        if not sampling:
+            return StepResult([()] * len(entries), None, prompt_logprobs, errors or None)
 
-        batch = self._batch_of(entries)
+        batch = self._batch_of(sampling)
+        logprobs: list[tuple[TokenLogprobs, ...] | None] | None = None
         if batch.is_plain:
-            chosen, logprobs = self._argmax(sampled, entries, errors), None
+            chosen = self._argmax(sampled, sampling, errors)
         else:
-            chosen, logprobs = self._sample(sampled, entries, batch, errors)
+            chosen, found = self._sample(sampled, batch, errors)
+            logprobs = None if found is None else [None if one is None else (one,) for one in found]
+        tokens: list[tuple[int, ...]] = [(token,) for token in chosen]
         if errors:
-            chosen = [None if e.request_id in errors else t for e, t in zip(entries, chosen, strict=True)]
-        if len(entries) != len(plan.entries):
-            at = iter(range(len(entries)))
-            places = [next(at) if entry.is_sampled else None for entry in plan.entries]
-            chosen = [None if place is None else chosen[place] for place in places]
+            tokens = [() if one.request_id in errors else token for one, token in zip(sampling, tokens, strict=True)]
+        if len(sampling) != len(entries):
+            at = iter(range(len(sampling)))
+            places = [next(at) if entry.is_sampled else None for entry in entries]
+            tokens = [() if place is None else tokens[place] for place in places]
             if logprobs is not None:
                 logprobs = [None if place is None else logprobs[place] for place in places]
-        return StepResult(chosen, logprobs, prompt_logprobs, errors or None)
+        return StepResult(tokens, logprobs, prompt_logprobs, errors or None)
 
-    def _batch_of(self, entries: Sequence[StepEntry]) -> _Batch:
+    def _batch_of(self, records: list[Record]) -> _Batch:
         """What is constant for these requests, kept from the last step where they are the same."""
-        request_ids = tuple([entry.request_id for entry in entries])
         batch = self._batch
-        if batch is None or batch.request_ids != request_ids:
-            states = [self._state_of(entry) for entry in entries]
+        if batch is None or batch.records != records:
+            states = [self._state_of(record) for record in records]
             stage = None
             if any(state is not None for state in states):
                 stage = StaticStage(states, self._vocab_size, self._device)
-            batch = self._batch = _Batch(request_ids, entries, stage, self._device)
+            batch = self._batch = _Batch(records, stage, self._device)
         return batch
 
-    def _state_of(self, entry: StepEntry) -> RequestState | None:
+    def _state_of(self, record: Record) -> RequestState | None:
         """The processing state of a request, made on first use; None when it needs none."""
-        state = self._states.get(entry.request_id)
-        if state is None and entry.sampling.needs_processing:
-            state = RequestState(entry.sampling, entry.num_prompt_tokens, self._vocab_size)
-            self._states[entry.request_id] = state
+        if record.state is None and record.sampling.needs_processing:
+            record.state = RequestState(record.sampling, record.num_prompt_tokens, self._vocab_size)
+        state: RequestState | None = record.state
         return state
 
-    def _argmax(
-        self, logits: Tensor, entries: Sequence[StepEntry], errors: dict[int, Exception]
-    ) -> Sequence[int | None]:
+    def _argmax(self, logits: Tensor, records: Sequence[Record], errors: dict[int, Exception]) -> list[int]:
         token_ids, maxima = row_argmax(logits)
-        chosen: list[int | None] = token_ids.tolist()
+        chosen: list[int] = token_ids.tolist()
         if not bool((maxima > -math.inf).all()):
-            for entry, value in zip(entries, maxima.tolist(), strict=True):
+            for record, value in zip(records, maxima.tolist(), strict=True):
                 if not value > -math.inf:
-                    errors[entry.request_id] = failure_of(INVALID_ROW if math.isnan(value) else EMPTY_ROW)
+                    errors[record.request_id] = failure_of(INVALID_ROW if math.isnan(value) else EMPTY_ROW)
         return chosen
 
     def _sample(
-        self, logits: Tensor, entries: Sequence[StepEntry], batch: _Batch, errors: dict[int, Exception]
-    ) -> tuple[Sequence[int | None], list[TokenLogprobs | None] | None]:
+        self, logits: Tensor, batch: _Batch, errors: dict[int, Exception]
+    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
         """Process, select and look up log-probabilities; failures go to `errors`."""
-        lengths = [entry.num_computed_tokens + entry.num_new_tokens for entry in entries]
+        records = batch.records
+        lengths = [len(record.tokens) for record in records]
         if batch.stage is None:
             work = logits.to(torch.float32)
         else:
             work = self._workspace(logits, batch.wants_raw)
-            histories = [(entry.tokens, length) for entry, length in zip(entries, lengths, strict=True)]
+            histories = [(record.tokens, length) for record, length in zip(records, lengths, strict=True)]
             for row, error in process(work, batch.stage, histories).items():
-                errors[entries[row].request_id] = error
+                errors[records[row].request_id] = error
         numbers = None
         if batch.params.has_samples:
             # The counter is the position of the token that is sampled now.
@@ -229,12 +200,12 @@ class Sampler:
             numbers = torch.from_numpy(drawn).to(self._device)  # [N]
         chosen: list[int] = self.select(work, batch.params, numbers).tolist()
         if min(chosen) < 0:
-            for entry, token_id in zip(entries, chosen, strict=True):
+            for record, token_id in zip(records, chosen, strict=True):
                 if token_id < 0:
-                    errors.setdefault(entry.request_id, failure_of(token_id))
+                    errors.setdefault(record.request_id, failure_of(token_id))
         logprobs = None
         if batch.logprob_rows:
-            logprobs = self._logprobs(logits, work, entries, batch, chosen, errors)
+            logprobs = self._logprobs(logits, work, batch, chosen, errors)
         return chosen, logprobs
 
     def _workspace(self, logits: Tensor, is_read_later: bool) -> Tensor:
@@ -251,24 +222,24 @@ class Sampler:
         self,
         logits: Tensor,
         work: Tensor,
-        entries: Sequence[StepEntry],
         batch: _Batch,
         chosen: Sequence[int],
         errors: dict[int, Exception],
     ) -> list[TokenLogprobs | None]:
         """Log-probabilities of the rows that asked, aligned with all rows that sample."""
-        result: list[TokenLogprobs | None] = [None] * len(entries)
+        records = batch.records
+        result: list[TokenLogprobs | None] = [None] * len(records)
         for mode in ("raw", "processed"):
             rows = [
                 row
                 for row in batch.logprob_rows
-                if entries[row].sampling.logprobs_mode == mode and entries[row].request_id not in errors
+                if records[row].sampling.logprobs_mode == mode and records[row].request_id not in errors
             ]
             if not rows:
                 continue
             index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
             token_ids = [chosen[row] for row in rows]
-            num_top = [entries[row].sampling.logprobs or 0 for row in rows]
+            num_top = [records[row].sampling.logprobs or 0 for row in rows]
             if mode == "raw":
                 found = self.raw_logprobs(logits, index, token_ids, num_top)
             else:
@@ -280,41 +251,43 @@ class Sampler:
         return result
 
     def _prompt_logprobs(
-        self, logits: Tensor, prompts: Sequence[tuple[StepEntry, int, list[int]]], errors: dict[int, Exception]
+        self, logits: Tensor, prompts: Sequence[tuple[Record, int, list[int]]], errors: dict[int, Exception]
     ) -> dict[int, list[TokenLogprobs]]:
         """Log-probabilities of the prompt tokens that this step's rows predict, by request."""
         result = {}
-        for entry, start, targets in prompts:
+        for record, start, targets in prompts:
             part = logits[start : start + len(targets)]
             if bool(part.isnan().any()):
-                errors[entry.request_id] = failure_of(INVALID_ROW)
+                errors[record.request_id] = failure_of(INVALID_ROW)
                 continue
-            num_top = int(entry.sampling.prompt_logprobs or 0)
+            num_top = int(record.sampling.prompt_logprobs or 0)
             rows = torch.arange(len(targets), device=logits.device)
-            result[entry.request_id] = self.raw_logprobs(part, rows, targets, [num_top] * len(targets))
+            result[record.request_id] = self.raw_logprobs(part, rows, targets, [num_top] * len(targets))
         return result
 
 
-def _split_rows(plan: StepPlan, num_rows: int) -> tuple[list[int], list[tuple[StepEntry, int, list[int]]]]:
-    """The rows that sample, and for each prompt its entry, first row and the tokens that its rows predict.
+def _split_rows(
+    entries: Sequence[StepEntry], records: Sequence[Record], num_rows: int
+) -> tuple[list[int], list[tuple[Record, int, list[int]]]]:
+    """The rows that sample, and for each prompt its record, first row and the tokens that its rows predict.
 
     Raises:
-        ValueError: the plan has another number of rows.
+        ValueError: the entries have another number of rows.
     """
     rows = []
     prompts = []
     start = 0
-    for entry in plan.entries:
+    for entry, record in zip(entries, records, strict=True):
         end = start + entry.num_logits
         if entry.is_sampled:
             rows.append(end - 1)
-        if entry.num_logits and entry.sampling.prompt_logprobs is not None:
+        if entry.num_logits and record.sampling.prompt_logprobs is not None:
             # The row of position p predicts token p + 1; the last rows of a prompt's end predict its output.
             last = entry.num_computed_tokens + entry.num_new_tokens
             first = last - entry.num_logits
-            targets = list(entry.tokens[first + 1 : min(last + 1, entry.num_prompt_tokens)])
+            targets = record.tokens[first + 1 : min(last + 1, record.num_prompt_tokens)]
             if targets:
-                prompts.append((entry, start, targets))
+                prompts.append((record, start, targets))
         start = end
     if start != num_rows:
         raise ValueError(f"the logits have {num_rows} rows, the plan asks for {start}")

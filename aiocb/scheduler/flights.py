@@ -1,8 +1,8 @@
 """Plans that have been submitted and not collected, and what they hold back: `Flights`. Owned by the worker thread.
 
 A plan in flight reads and writes the blocks that it names, whatever has become of their request meanwhile. So there is
-one place where blocks are given back, and one rule: at once when no plan in flight names the request, else when the last
-one that does has landed. The same holds for the word to the runner that the request is closed.
+one place where blocks are given back, and one rule: at once when no plan in flight names the request, else when the
+last one that does has landed. The same holds for the word to the runner that the request is closed.
 """
 
 from __future__ import annotations

@@ -213,6 +213,10 @@ class Request(CachedSequence):
         """True while cached KV is of no use because logits of the prompt are still owed."""
         return self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
+    def cut(self, num_output_tokens: int) -> None:
+        """Forget the last tokens of a request that is about to end, or has ended: what follows a stop string."""
+        del self.tokens[self.num_prompt_tokens + num_output_tokens :]
+
     def transition(self, event: str) -> None:
         """Change the status as `TRANSITIONS` says (scheduler only).
 

@@ -34,7 +34,6 @@ from aiocb.scheduler.request import ParallelGroup, Request, RequestStatus
 from aiocb.scheduler.roster import Roster
 from aiocb.step import StepEntry, StepPlan, StepResult
 
-
 __all__ = ["Finished", "Scheduler", "Update"]
 
 # tuple.__new__ builds a NamedTuple in half the time of its own constructor.
@@ -293,7 +292,8 @@ class Scheduler:
             if drafter is not None and spare > 0 and (num_drafts := self._add_drafts(request, drafter, draft, spare)):
                 spare -= num_drafts
                 continue
-            block_start, blocks = 0, ()
+            block_start: int = 0
+            blocks: tuple[tuple[int, ...], ...] = ()
             # A request that an earlier one of this loop has preempted has no capacity left.
             if position >= request.capacity:
                 if not self._make_room(request, position + 1, draft):

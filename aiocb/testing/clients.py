@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.engine.admission import Plan, StreamSpec
-from aiocb.engine.core import Command, _lane_seed
-from aiocb.engine.slot import Delivery, Lane, Slot
+from aiocb.engine.core import Command, lane_seed
+from aiocb.engine.slot import Delta, Lane, Slot
 from aiocb.engine.stream import Stream
-from aiocb.errors import EngineDead, RequestFailed, RequestTimeout
+from aiocb.errors import EngineClosed, EngineDead, RequestFailed, RequestTimeout
 from aiocb.outputs import Chunk, FinishReason
 from aiocb.text.pieces import Detokenizer
 
 if TYPE_CHECKING:
     from aiocb.engine.output import Submission
+    from aiocb.engine.room import Line, Place
     from aiocb.testing.oracle import KVOracle
 
 __all__ = ["Client", "Expected", "Letters", "PlannedFault", "Sink", "letters"]
@@ -59,26 +60,27 @@ class Letters(Detokenizer):
 class Sink:
     """A `Bridge` into a list. Batches wait until `deliver`, as they would in a busy event loop.
 
+    Args:
+        line: for the bounded queue.
+
     Attributes:
         is_closed: the loop is gone: `post` fails.
-        waiting: clients in line for room in the bounded queue.
     """
 
-    def __init__(self) -> None:
-        self.outbox: list[Delivery] = []
-        self.num_submitted = 0
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.outbox: list[Delta] = []
         self.num_posts = 0
         self.is_closed = False
-        self.waiting: deque[Client] = deque()
         self.open: set[Lane] = set()
-        self._batches: deque[list[Delivery]] = deque()
+        self._batches: deque[list[Delta]] = deque()
 
     @property
     def is_waiting_for_room(self) -> bool:
         """See `Bridge`."""
-        return bool(self.waiting)
+        return self.line.is_waiting
 
-    def post(self, batch: list[Delivery]) -> bool:
+    def post(self, batch: list[Delta]) -> bool:
         """See `Bridge`."""
         if self.is_closed:
             return False
@@ -93,19 +95,19 @@ class Sink:
     def wake(self, slot: Slot) -> None:
         """See `Bridge`: nobody is parked here."""
 
-    def deliver(self) -> bool:
-        """Push everything that was posted; True when there was anything (also an empty batch).
+    def deliver(self) -> None:
+        """Push everything that was posted (also an empty batch), and let in whom there is room for.
 
         Raises:
             AssertionError: something was delivered to a lane after its end.
         """
         if not self._batches:
-            return False
+            return
         while self._batches:
             for lane, token_ids, text, logprobs, end in self._batches.popleft():
                 assert lane.end is None, f"{lane.slot.request_id} sample {lane.index}: a delivery after the end"
                 lane.push(token_ids, text, logprobs, end)
-        return True
+        self.line.admit()
 
     def close(self) -> None:
         """The loop is closed: what is on its way is lost."""
@@ -133,6 +135,7 @@ class Client:
     """One stream and what has come out of it.
 
     Attributes:
+        place: where it stands in line for the bounded queue.
         was_left: it was closed or dropped: nothing is read any more.
         may_end_early: it was told to finish, or is cancelled when its reader is behind.
         may_fail: a fault was planned for it.
@@ -145,6 +148,7 @@ class Client:
         self.plan = plan
         self.sink = sink
         self.laziness = laziness
+        self.place: Place | None = None
         self.submission: Submission | None = None
         self.stream: Stream | None = None
         self.slot: Slot | None = None
@@ -248,15 +252,16 @@ class Client:
         elif isinstance(error, RequestFailed):
             assert self.may_fail, f"{self.name}: {error!r} was not planned"
         else:
-            assert isinstance(error, EngineDead), f"{self.name}: {error!r}"
-            assert isinstance(error.__cause__, PlannedFault), f"{self.name}: {error.__cause__!r}"
+            assert isinstance(error, (EngineDead, EngineClosed)), f"{self.name}: {error!r}"
+            cause = error.__cause__
+            assert isinstance(cause, PlannedFault) or type(error) is EngineClosed, f"{self.name}: {cause!r}"
 
 
 def expect(oracle: KVOracle, submission: Submission, index: int) -> Expected:
     """The output of one sample when it runs alone and to its end."""
     sampling = submission.sampling
     prompt = submission.prompt_token_ids
-    seed = _lane_seed(sampling.seed or 0, index)
+    seed = lane_seed(sampling.seed or 0, index)
     tokens = oracle.expected_output(prompt, sampling, max_tokens=len(prompt) + submission.max_output_tokens, seed=seed)
     if submission.drop_output:
         return Expected([], "", "length", None)

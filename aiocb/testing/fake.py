@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiocb.config import EngineConfig
+from aiocb.config import Choice, EngineConfig
 from aiocb.engine.engine import Engine
+from aiocb.outputs import TokenLogprobs
+from aiocb.records import Record, Records
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult, TokenLogprobs
+from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
 from aiocb.testing.gate import Gate
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ class FakeRunner:
 
     Steps are counted from 1. A request's tokens depend on its own prompt (and seed, when it samples) alone.
 
+    It is stricter than a model: a second thread, an id that was used before, or requests that are left when a life has
+    ended fail the step that meets them, and so the engine.
+
     Args:
         reply: the tokens of every answer, or a function from a prompt to them; `eos_token_id` follows (without one the
             reply starts over). None: letters that depend on the history, without an end.
@@ -45,7 +50,8 @@ class FakeRunner:
         step_time: seconds that a step takes (asleep: the event loop is free).
         raise_at: exceptions by step: the step raises, which kills the engine.
         hang_at: steps that hang until `resume()` is called.
-        fail: called with the step's number and each of its entries; an exception that it returns ends that request.
+        fail: called with the step's number and the `Record` of each of its requests; an exception that it returns ends
+            that request.
 
     Attributes:
         num_steps, num_tokens: computed so far, tokens of prompts included.
@@ -68,13 +74,16 @@ class FakeRunner:
         step_time: float = 0.0,
         raise_at: Mapping[int, BaseException] | None = None,
         hang_at: Collection[int] = (),
-        fail: Callable[[int, StepEntry], Exception | None] | None = None,
+        fail: Callable[[int, Record], Exception | None] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_id = eos_token_id
         groups = (CacheGroup(window, (layer,), num_blocks, page_size) for layer, window in enumerate(windows))
         self.cache_layout = CacheLayout(page_size, tuple(groups))
+        self.device_type = "cpu"
+        self.depth = 1
+        self.choices = (Choice("model", "FakeRunner", "scripted tokens"),)
         self.num_steps = 0
         self.num_tokens = 0
         self.max_requests = 0
@@ -82,6 +91,11 @@ class FakeRunner:
         self.is_closed = False
         self._reply = reply
         self._replies: dict[int, Sequence[int]] = {}
+        self._records = Records()
+        self._thread: int | None = None
+        self._last_id = 0  # the highest of all that were opened
+        self._closed: set[int] = set()  # ids that may be opened again: their request may have been preempted
+        self._has_raised = False
         self._gate = gate
         self._step_time = step_time
         self._raise_at = dict(raise_at or {})
@@ -89,8 +103,38 @@ class FakeRunner:
         self._fail = fail
         self._resumed = threading.Event()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @property
+    def num_open(self) -> int:
+        """Requests that were opened and not closed."""
+        return len(self._records)
+
+    def submit(self, plan: StepPlan) -> StepResult:
         """Pass the gate, do what the fault plan says, and answer."""
+        try:
+            return self._submit(plan)
+        except BaseException:
+            self._has_raised = True
+            raise
+
+    def collect(self, handle: StepResult) -> StepResult:
+        """What `submit` has answered."""
+        return handle
+
+    def _submit(self, plan: StepPlan) -> StepResult:
+        thread = threading.get_ident()
+        assert self._thread in (None, thread), "two threads use one runner"
+        self._thread = thread
+        self._closed.update(plan.closed)
+        for opened in plan.opened:
+            # A request that was preempted is closed and opened again.
+            is_new = opened.request_id > self._last_id
+            assert is_new or opened.request_id in self._closed, f"the id {opened.request_id} is used a second time"
+            self._last_id = max(self._last_id, opened.request_id)
+        records = self._records.begin(plan)
+        for request_id in plan.closed:
+            self._replies.pop(request_id, None)
+        if not plan.entries:
+            return StepResult(())
         gate = self._gate
         if gate is not None:
             gate.enter()
@@ -104,50 +148,48 @@ class FakeRunner:
             time.sleep(self._step_time)
         if step in self._raise_at:
             raise self._raise_at[step]
-        for request_id in plan.released_ids:
-            self._replies.pop(request_id, None)
-        result = self._answer(step, plan)
+        result = self._answer(step, plan, records)
+        self._records.finish(records, result)
         self.num_tokens += plan.num_tokens
         self.max_requests = max(self.max_requests, len(plan.entries))
         if gate is not None:
             gate.leave()
         return result
 
-    def _answer(self, step: int, plan: StepPlan) -> StepResult:
+    def _answer(self, step: int, plan: StepPlan, records: Sequence[Record]) -> StepResult:
         errors: dict[int, Exception] = {}
         if self._fail is not None:
-            for entry in plan.entries:
-                error = self._fail(step, entry)
+            for record in records:
+                error = self._fail(step, record)
                 if error is not None:
-                    errors[entry.request_id] = error
-        tokens = [
-            self._next_token(entry) if entry.is_sampled and entry.request_id not in errors else None
-            for entry in plan.entries
-        ]
-        logprobs = [
-            None if token is None or entry.sampling.logprobs is None else _logprobs(token)
-            for entry, token in zip(plan.entries, tokens, strict=True)
-        ]
+                    errors[record.request_id] = error
+        tokens: list[tuple[int, ...]] = []
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = []
         prompts = {}
-        for entry in plan.entries:
-            if entry.sampling.prompt_logprobs is not None:
+        for entry, record in zip(plan.entries, records, strict=True):
+            is_sampled = entry.is_sampled and entry.request_id not in errors
+            tokens.append((self._next_token(record),) if is_sampled else ())
+            wants = is_sampled and record.sampling.logprobs is not None
+            logprobs.append(tuple(map(_logprobs, tokens[-1])) if wants else None)
+            if record.sampling.prompt_logprobs is not None:
                 end = entry.num_computed_tokens + entry.num_new_tokens
-                targets = range(end - entry.num_logits + 1, min(end + 1, entry.num_prompt_tokens))
-                prompts[entry.request_id] = [_logprobs(entry.tokens[position]) for position in targets]
+                targets = range(end - entry.num_logits + 1, min(end + 1, record.num_prompt_tokens))
+                prompts[entry.request_id] = [_logprobs(record.tokens[position]) for position in targets]
         return StepResult(tokens, logprobs if any(logprobs) else None, prompts or None, errors or None)
 
-    def _next_token(self, entry: StepEntry) -> int:
-        position = len(entry.tokens) - entry.num_prompt_tokens
+    def _next_token(self, record: Record) -> int:
+        tokens = record.tokens
+        position = len(tokens) - record.num_prompt_tokens
         reply = self._reply
         if reply is None:
-            seed = 0 if entry.sampling.is_greedy else entry.seed % 1009 + 1
-            mixed = entry.tokens[0] + 31 * entry.tokens[-1] + 7 * len(entry.tokens) + seed * (position + 1)
+            seed = 0 if record.sampling.is_greedy else record.seed % 1009 + 1
+            mixed = tokens[0] + 31 * tokens[-1] + 7 * len(tokens) + seed * (position + 1)
             first = ord("a") if self.vocab_size > ord("z") else 0
             return first + mixed % min(26, self.vocab_size)
         if callable(reply):
-            script = self._replies.get(entry.request_id)
+            script = self._replies.get(record.request_id)
             if script is None:
-                script = self._replies[entry.request_id] = reply(entry.tokens[: entry.num_prompt_tokens])
+                script = self._replies[record.request_id] = reply(tokens[: record.num_prompt_tokens])
         else:
             script = reply
         if position < len(script):
@@ -158,14 +200,26 @@ class FakeRunner:
         """Let the step that hangs go on, and those that would (any thread)."""
         self._resumed.set()
 
-    def describe(self) -> dict[str, str]:
-        """One line: it is not a model."""
-        return {"model": "FakeRunner: no model, scripted tokens"}
+    def release(self) -> None:
+        """Check that a life has left nothing, and forget it."""
+        is_clean = self._has_raised or not self._records
+        self._forget()
+        assert is_clean, "a life of the engine has left requests open"
+
+    def reload_weights(self) -> None:
+        """There are none."""
 
     def close(self) -> None:
         """Note that the engine has given it back. It can be used again."""
         self.is_closed = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._records.clear()
         self._replies.clear()
+        self._closed.clear()
+        self._thread = None
+        self._has_raised = False
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

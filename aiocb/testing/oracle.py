@@ -71,9 +71,10 @@ class _Mirror:
         ahead: sampled by plans whose results have not been collected.
         tables: per group, the physical block of each logical block.
         history: hash of the history up to each position, as far as it was needed.
+        is_failed: a plan in flight has failed it; what was submitted after that plan means nothing.
     """
 
-    __slots__ = ("ahead", "history", "num_prompt_tokens", "sampling", "seed", "tables", "tokens")
+    __slots__ = ("ahead", "history", "is_failed", "num_prompt_tokens", "sampling", "seed", "tables", "tokens")
 
     def __init__(self, opened: OpenedRequest, num_groups: int) -> None:
         self.tokens = list(opened.token_ids)
@@ -81,6 +82,7 @@ class _Mirror:
         self.sampling = opened.sampling
         self.seed = opened.seed
         self.ahead: list[int] = []
+        self.is_failed = False
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.history: list[int] = []
 
@@ -131,7 +133,7 @@ class KVOracle:
             [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
         ]
         self._mirrors: dict[int, _Mirror] = {}
-        self._ended: dict[int, list[int]] = {}  # tokens of requests that were closed: they may be opened again with more
+        self._ended: dict[int, list[int]] = {}  # tokens of closed requests, which may be opened again
         self._flights: deque[tuple[StepPlan, StepResult]] = deque()
         self._last_id = 0  # of the lives before this one
         self._thread: int | None = None
@@ -273,8 +275,8 @@ class KVOracle:
         prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
         for entry, history in zip(plan.entries, histories, strict=True):
             mirror = self._mirrors[entry.request_id]
-            is_failed = errors is not None and entry.request_id in errors
-            sampled = self._sample(entry, mirror, history) if entry.is_sampled and not is_failed else ()
+            mirror.is_failed |= errors is not None and entry.request_id in errors
+            sampled = self._sample(entry, mirror, history) if entry.is_sampled and not mirror.is_failed else ()
             mirror.ahead += sampled
             token_ids.append(sampled)
             wants = bool(sampled) and mirror.sampling.logprobs is not None
@@ -328,6 +330,8 @@ class KVOracle:
             raise KVMismatch("a request has two entries in one plan")
         for entry in plan.entries:
             mirror = self._mirrors[entry.request_id]
+            if mirror.is_failed:
+                continue
             num_tokens = len(mirror.tokens) + len(mirror.ahead)
             end = entry.num_computed_tokens + entry.num_new_tokens - len(entry.draft_token_ids)
             if entry.num_new_tokens < 1 or end > num_tokens or end > self.max_model_len:
@@ -342,7 +346,8 @@ class KVOracle:
     def _new_tokens(self, entry: StepEntry) -> list[int]:
         """The tokens of a request, those that are still on their way and drafts included."""
         mirror = self._mirrors[entry.request_id]
-        return [*mirror.tokens, *mirror.ahead, *entry.draft_token_ids]
+        tokens = [*mirror.tokens, *mirror.ahead, *entry.draft_token_ids]
+        return [*tokens, 0] if mirror.is_failed else tokens  # 0 stands for the token that was not sampled
 
     def _write(self, entry: StepEntry, tokens: list[int], written: set[tuple[int, int, int]]) -> list[int]:
         mirror = self._mirrors[entry.request_id]

@@ -55,7 +55,7 @@ async def assert_quiescent(engine: Engine) -> None:
             continue
         if bridge.open_lanes:
             found.append(f"{bridge.open_lanes} outputs are open in {loop}")
-        if bridge.is_waiting_for_room or bridge.num_reserved:
+        if bridge.line.is_waiting or bridge.line.num_taken != bridge.line.num_entered:
             found.append(f"somebody waits for room in the queue in {loop}")
         elif bridge._dispatcher is not None and loop is asyncio.get_running_loop():
             found.append("the engine's task is left in this loop")
@@ -105,9 +105,9 @@ def _inspect(core: EngineCore) -> list[str]:
     core.check_invariants()
     scheduler = core.scheduler
     found = []
-    if core.num_requests:
-        names = ", ".join(sorted(repr(slot.request_id) for slot in tuple(core._requests)))
-        found.append(f"{core.num_requests} requests are alive ({names})")
+    if core.delivery.num_streams:
+        names = ", ".join(sorted(repr(slot.request_id) for slot, _ in core.delivery.streams()))
+        found.append(f"{core.delivery.num_streams} requests are alive ({names})")
     if scheduler.num_requests:
         found.append(f"the scheduler has {scheduler!r}")
     used = [pool.num_used for pool in scheduler.cache.pools]
@@ -126,7 +126,7 @@ async def _end_of_dispatch(session: Session) -> None:
 
 def _has_ended(session: Session) -> bool:
     core = session.worker.core
-    return core is not None and core.num_requests == 0
+    return core is not None and core.delivery.num_streams == 0
 
 
 def worker_threads() -> list[threading.Thread]:

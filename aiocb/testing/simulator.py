@@ -16,18 +16,21 @@ import random
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiocb.cache.manager import CacheManager
+from aiocb.config import EngineConfig
 from aiocb.engine.admission import Limits, plan_request
 from aiocb.engine.core import Command, EngineCore
 from aiocb.engine.limits import most_tokens
 from aiocb.engine.output import Submission
+from aiocb.engine.room import Room
 from aiocb.engine.slot import Slot
-from aiocb.errors import EngineDead, InvalidRequest, RequestFailed
+from aiocb.engine.source import Built, Source
+from aiocb.errors import EngineClosed, EngineDead, EngineError, InvalidRequest, RequestFailed
 from aiocb.sampling_params import ModelDefaults
-from aiocb.scheduler.request import RequestStatus
+from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.scheduler import Scheduler
 from aiocb.step import StepPlan
 from aiocb.testing.clients import Client, Letters, PlannedFault, Sink
@@ -45,6 +48,7 @@ from aiocb.testing.workload import (
 __all__ = ["LAYOUTS", "Layout", "Report", "Simulation", "SimulationError"]
 
 _LOG_LENGTH = 40
+MAX_DRAFTS = 3
 
 
 class SimulationError(AssertionError):
@@ -79,20 +83,53 @@ class _Text:
         return None
 
 
+class _OracleSource(Source):
+    """Keeps one oracle for all lives, as `from_pretrained` keeps its runner, until it dies."""
+
+    def __init__(self, make_oracle: Callable[[], KVOracle]) -> None:
+        super().__init__("oracle")
+        self._make_oracle = make_oracle
+        self._kept: KVOracle | None = None
+
+    def _open(self, config: EngineConfig) -> Built:
+        if self._kept is None:
+            self._kept = self._make_oracle()
+        defaults = ModelDefaults(VOCAB_SIZE, MAX_MODEL_LEN, (EOS_TOKEN_ID,))
+        return Built(self._kept, _Text(), defaults)  # type: ignore[arg-type]
+
+    def _close(self, built: Built) -> None:
+        assert self._kept is not None and self._kept.num_open == 0, (
+            "the runner remembers requests of a life that is over"
+        )
+
+    def _discard(self, built: Built) -> None:
+        self._kept = None
+
+
 class Simulation:
-    """One random history.
+    """One random history: lives of an engine over one runner, one after the other, each asked for by the one before.
 
     Args:
         seed: decides everything.
         layout: of the cache; None lets the seed choose.
         max_clients: most streams alive at once.
         faults: also let steps raise, processors fail and event loops vanish.
+        depth: plans in flight; None lets the seed choose.
     """
 
-    def __init__(self, seed: int, *, layout: Layout | None = None, max_clients: int = 24, faults: bool = True) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        layout: Layout | None = None,
+        max_clients: int = 24,
+        faults: bool = True,
+        depth: int | None = None,
+    ) -> None:
         self.seed = seed
         self.chance = random.Random(seed)
         self.layout = layout or self.chance.choice(LAYOUTS)
+        self.depth = depth or self.chance.choice((1, 1, 2))
         self.max_clients = max_clients
         self.faults = faults
         self.now = 1000.0
@@ -105,40 +142,65 @@ class Simulation:
         self._clients: list[Client] = []
         self._errors: deque[Exception] = deque(maxlen=64)
         self._prefixes = [random_tokens(self.chance, 40) for _ in range(3)]
-        self._start()
+        self._source = _OracleSource(self._make_oracle)
+        self._num_lives = 0
+        self._begin()
 
-    # ── one life of a core ───────────────────────────────────────────────────────────────────────────────────────
+    # ── the lives of an engine ───────────────────────────────────────────────────────────────────────────────────
 
-    def _start(self) -> None:
-        """A new core with budgets of its own, as after a death."""
+    def _make_oracle(self) -> KVOracle:
+        layout = simple_layout(self.layout.num_blocks, page_size=self.layout.page_size, windows=self.layout.windows)
+        return KVOracle(
+            layout, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, depth=self.depth, errors=self._faults_of
+        )
+
+    def _begin(self) -> None:
+        """Lease the runner for a new life: a core with budgets of its own."""
         chance = self.chance
-        name, num_blocks, page_size, windows = self.layout
-        del name
-        layout = simple_layout(num_blocks, page_size=page_size, windows=windows)
-        self.oracle = KVOracle(layout, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, errors=self._faults_of)
-        cache = CacheManager(layout, sharing=chance.random() < 0.85)
-        max_batch_tokens = chance.choice((3, 8, 16, 64))
+        self._num_lives += 1
+        self._life = f"life {self._num_lives}"
+        self._built = self._source.lease(EngineConfig(), self._life, lambda: False)
+        self.oracle: KVOracle = self._built.runner  # type: ignore[assignment]
+        cache = CacheManager(self.oracle.cache_layout, sharing=chance.random() < 0.85)
         self.scheduler = Scheduler(
             cache,
-            max_batch_tokens=max_batch_tokens,
+            max_batch_tokens=chance.choice((3, 8, 16, 64)),
             max_requests_per_batch=chance.choice((1, 4, 16, 16)),
             max_prefill_chunk=chance.choice((None, 2, 8)),
             scheduler_type=chance.choice(("fifo", "prefill_first", "priority")),
             safety_margin=chance.choice((0.0, 0.15)),
+            drafter=self._guess if chance.random() < 0.3 else None,
         )
+        self.room = Room(chance.choice((0, 2, 6)))
         self.core = EngineCore(
-            self.oracle, self.scheduler, clock=lambda: self.now, random_source=random.Random(chance.random())
+            self.oracle,
+            self.scheduler,
+            room=self.room,
+            request_ids=self._source.request_ids,
+            clock=lambda: self.now,
+            random_source=random.Random(chance.random()),
         )
-        defaults = ModelDefaults(VOCAB_SIZE, MAX_MODEL_LEN, (EOS_TOKEN_ID,))
-        self.limits = Limits(defaults, most_tokens(cache, MAX_MODEL_LEN))
-        self.max_queue_size = chance.choice((0, 2, 6))
-        self.sinks = [Sink(), Sink()]  # a busy event loop and a quiet one
-        self._num_submitted_before = 0
+        self.limits = Limits(self._built.defaults, most_tokens(cache, MAX_MODEL_LEN))
+        self.sinks = [Sink(self.room.open_line()), Sink(self.room.open_line())]  # a busy event loop and a quiet one
         self._num_pauses = 0
         self._num_idle = 0
-        self._is_dying = False
+        self._is_dying = self._is_draining = False
         self._fault: Exception | None = None
-        self._note(f"a core with {self.scheduler!r}, queue {self.max_queue_size}, layout {self.layout.name}")
+        self._note(f"{self._life}: {self.scheduler!r}, {self.room!r}, layout {self.layout.name}, depth {self.depth}")
+
+    def _guess(self, request: Request) -> list[int]:
+        """Drafts for a request, as good as chance will have it."""
+        known = request.num_output_tokens
+        tokens = self.oracle.expected_output(
+            request.tokens[: request.num_prompt_tokens],
+            request.sampling,
+            max_tokens=min(request.max_tokens, request.num_tokens + MAX_DRAFTS),
+            seed=request.seed,
+        )
+        drafts = tokens[known:]
+        if drafts and self.chance.random() < 0.5:
+            drafts[self.chance.randrange(len(drafts))] = self.chance.randrange(VOCAB_SIZE)
+        return drafts
 
     def _put(self, command: Command) -> None:
         self.core.inbox.put(command)
@@ -151,12 +213,58 @@ class Simulation:
             return None
         entry = self.chance.choice(plan.entries)
         fault, self._fault = self._fault, None
-        for slot, requests in self.core._requests.items():
+        for slot, requests in self.core.delivery.streams():
             if any(request.id == entry.request_id for request in requests):
                 for client in self._clients:
                     if client.slot is slot:
                         client.may_fail = True
         return {entry.request_id: fault}
+
+    def _end_life(self) -> None:
+        """What leaving does once nothing is to be waited for: end what is alive, give the runner back, begin anew."""
+        self._note("the life ends")
+        self.events["lives ended"] += 1
+        self.core.end_all(lambda: EngineClosed("the engine was closed"))
+        self._bury()
+        self._check_left()
+        self._source.give_back(self._built, is_dead=False)
+        self._begin()
+
+    def _die(self, error: PlannedFault) -> None:
+        """What `Worker` does when a step raises, and then a new life over a new runner."""
+        self._note("the step raises")
+        self.events["engine death"] += 1
+
+        def make_error() -> EngineDead:
+            dead = EngineDead("the engine has died")
+            dead.__cause__ = error
+            return dead
+
+        self.core.end_all_dead(make_error)
+        self._bury()
+        self._source.give_back(self._built, is_dead=True)
+        self._begin()
+
+    def _bury(self) -> None:
+        """Every stream of a life that is over has its end; nobody stays in line."""
+        for sink in self.sinks:
+            sink.line.clear()
+            sink.deliver()
+        for client in self._clients:
+            client.laziness = 0.0
+        self._read()
+        left = [client.name for client in self._clients if client.submission is not None]
+        assert not left, f"streams outlive their engine: {left}"
+        self._clients = []
+
+    def _try_next_life(self) -> None:
+        """Somebody enters while this life goes on: he has to wait, and is told for whom."""
+        try:
+            self._source.lease(EngineConfig(start_timeout=0.0), "the next life", lambda: False)
+        except EngineError as error:
+            assert self._life in str(error), error
+        else:
+            raise AssertionError("two lives have one runner")
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -187,6 +295,8 @@ class Simulation:
         """Random events, one step of the core, delivery, checks."""
         self._disturb()
         self._turn()
+        if self._is_draining and not self.core.delivery.num_streams and self.core.inbox.empty():
+            self._end_life()
 
     def finish(self) -> None:
         """Let everything that is alive come to its end, and check that nothing is left."""
@@ -194,7 +304,7 @@ class Simulation:
             self._unpause()
         self._fault = None
         state, num_still = None, 0
-        while self._clients or any(sink.waiting for sink in self.sinks):
+        while self._clients or self.core.has_work:
             for client in self._clients:
                 client.laziness = 0.0
             self.now += 0.01
@@ -203,41 +313,46 @@ class Simulation:
             num_still = num_still + 1 if state == before else 0
             assert num_still < 100, f"{len(self._clients)} clients do not end: {self.scheduler!r}"
         self._turn()
-        self.core.check_invariants()
+        self._check_left()
+
+    def _check_left(self) -> None:
         core, scheduler = self.core, self.scheduler
-        assert core.num_requests == 0 and scheduler.num_requests == 0, f"left: {scheduler!r}"
+        core.check_invariants()
+        assert core.delivery.num_streams == 0 and scheduler.num_requests == 0, f"left: {scheduler!r}"
         assert not any(pool.num_used for pool in scheduler.cache.pools), f"blocks are left: {scheduler!r}"
-        assert self.oracle.num_tracked <= len(scheduler._released), "the runner keeps state of requests that ended"
+        assert self.oracle.num_open == 0, "the runner keeps records of requests that ended"
         assert sum(core.recorder.finished.values()) == core._num_received, "ends and requests do not balance"
 
     def _turn(self) -> None:
         self.num_steps += 1
         num_posts = [sink.num_posts for sink in self.sinks]
         num_executed = self.oracle.num_steps
+        num_in_flight = self.scheduler.num_in_flight
         try:
             self.core.step()
         except PlannedFault as error:
             self._die(error)
             return
         self.core.check_invariants()
+        self.oracle.check_records(self.scheduler.open_requests())
         for sink, before in zip(self.sinks, num_posts, strict=True):
             assert sink.num_posts <= before + 1, "more than one wake-up in a step"
-        if self.core.has_work and self.oracle.num_steps == num_executed:
+        if self.core.has_work and self.oracle.num_steps == num_executed and not num_in_flight:
             self._num_idle += 1
             assert self._num_idle < 3, f"there is work, but nothing is done: {self.scheduler!r}"
         else:
             self._num_idle = 0
         self._check_queue()
         for sink in self.sinks:
-            if self.chance.random() < 0.8 and sink.deliver():
-                self._admit_waiting(sink)
+            if self.chance.random() < 0.8:
+                sink.deliver()
         self._read()
 
     def _check_queue(self) -> None:
-        if self.max_queue_size:
-            requests = (request for requests in self.core._requests.values() for request in requests)
+        if self.room.limit:
+            requests = (request for _, requests in self.core.delivery.streams() for request in requests)
             fresh = sum(request.status is RequestStatus.WAITING for request in requests)
-            assert fresh <= self.max_queue_size, f"{fresh} wait in a queue of {self.max_queue_size}"
+            assert fresh <= self.room.limit, f"{fresh} wait in a queue of {self.room.limit}"
 
     def _read(self) -> None:
         chance = self.chance
@@ -254,8 +369,10 @@ class Simulation:
                 if bound is not None and interval is not None:
                     slot = client.submission.slot
                     unread = slot.num_sent - slot.num_read
-                    # Each sample may add one delivery in the step that reaches the bound, and what an end releases.
-                    assert unread <= bound + 2 * interval * len(client.lanes), f"{client.name}: {unread} unread"
+                    # Each sample may add what one step brings when the bound is reached, and what an end releases;
+                    # plans that are in flight then bring more.
+                    most = max(interval, 1 + MAX_DRAFTS) * (1 + self.depth)
+                    assert unread <= bound + most * len(client.lanes), f"{client.name}: {unread} unread"
             alive.append(client)
         self._clients = alive
 
@@ -270,34 +387,12 @@ class Simulation:
                 self.events[f"ended: {chunk.finish_reason}"] += 1
         self._digest.update(repr((client.name, client.tokens, client.texts, type(client.error).__name__)).encode())
 
-    def _die(self, error: PlannedFault) -> None:
-        """What `Worker` does when a step raises, and then a new life."""
-        self._note("the step raises")
-        self.events["engine death"] += 1
-
-        def make_error() -> EngineDead:
-            dead = EngineDead("the engine has died")
-            dead.__cause__ = error
-            return dead
-
-        self.core.end_all_dead(make_error)
-        for sink in self.sinks:
-            sink.deliver()
-            sink.waiting.clear()
-        for client in self._clients:
-            client.laziness = 0.0
-        self._read()
-        left = [client.name for client in self._clients if client.submission is not None]
-        assert not left, f"streams outlive the engine: {left}"
-        self._clients = []
-        self._start()
-
     # ── random events ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _disturb(self) -> None:
         chance = self.chance
         self.now += chance.expovariate(100.0)
-        if len(self._clients) < self.max_clients and chance.random() < 0.3:
+        if len(self._clients) < self.max_clients and chance.random() < 0.3 and not self._is_draining:
             for _ in range(chance.choice((1, 1, 1, 1, 8))):
                 self._arrive()
         for client in [client for client in self._clients if chance.random() < 0.004]:
@@ -322,11 +417,15 @@ class Simulation:
             self._note("a pause")
             self._num_pauses += 1
             self._put((EngineCore.pause, lambda: None))
-        elif self.faults and roll < 0.022:
+        elif roll < 0.015:
+            self._try_next_life()
+        elif roll < 0.017 and not self._is_draining:
+            self._leave()
+        elif self.faults and roll < 0.025:
             self._fault = chance.choice((RequestFailed("planned"), PlannedFault("a processor raises")))
-        elif self.faults and roll < 0.0235:
+        elif self.faults and roll < 0.0265:
             self._close_sink()
-        elif self.faults and roll < 0.0245:
+        elif self.faults and roll < 0.0275:
             self._is_dying = True
         if self._num_pauses and chance.random() < 0.2:
             self._unpause()
@@ -335,16 +434,28 @@ class Simulation:
         self._num_pauses -= 1
         self._put((EngineCore.unpause, None))
 
+    def _leave(self) -> None:
+        """The engine is left: at once, or when what is open has come to its end."""
+        self._is_draining = self.chance.random() < 0.6
+        if not self._is_draining:
+            self._end_life()
+            return
+        self._note("the life drains")
+        while self._num_pauses:
+            self._unpause()
+        for sink in self.sinks:
+            sink.line.clear()
+        self._clients = [client for client in self._clients if client.submission is not None]
+
     def _close_sink(self) -> None:
         """An event loop vanishes with its streams, without a word to the engine."""
         self._note("an event loop is closed")
         index = self.chance.randrange(len(self.sinks))
         sink = self.sinks[index]
         sink.close()
-        for client in sink.waiting:
-            self._clients.remove(client)
-        self._num_submitted_before += sink.num_submitted
-        self.sinks[index] = Sink()
+        self._clients = [client for client in self._clients if client.submission is not None or client.sink is not sink]
+        self.room.close_line(sink.line)
+        self.sinks[index] = Sink(self.room.open_line())
 
     def _arrive(self) -> None:
         chance = self.chance
@@ -359,37 +470,34 @@ class Simulation:
             return
         spec.prompt_token_ids = plan.prompt_token_ids
         client = Client(spec, plan, self.sinks[chance.random() < 0.1], chance.choice((0.0, 0.0, 0.5, 0.97)))
-        if self.max_queue_size and (client.sink.waiting or not self._has_room(plan.sampling.n)):
-            if plan.sampling.n > self.max_queue_size or chance.random() < 0.3:
+        line, count = client.sink.line, plan.sampling.n
+        if not line.can_enter(count):
+            if count > self.room.limit or chance.random() < 0.3:
                 self.events["queue full"] += 1
                 return
-            client.sink.waiting.append(client)
+            client.place = line.join(count, lambda: self._submit(client))
             self._put((EngineCore.watch_room, client.sink))
+            line.admit()
             self.events["waited for room"] += 1
         else:
             self._submit(client)
         self._clients.append(client)
 
-    def _has_room(self, count: int) -> bool:
-        """As `Session.has_room`."""
-        submitted = self._num_submitted_before + sum(sink.num_submitted for sink in self.sinks)
-        return submitted - self.core.recorder.num_left_queue + count <= self.max_queue_size
-
-    def _admit_waiting(self, sink: Sink) -> None:
-        while sink.waiting and self._has_room(sink.waiting[0].plan.sampling.n):
-            self._submit(sink.waiting.popleft())
-
     def _withdraw(self, client: Client) -> None:
-        client.sink.waiting.remove(client)
+        assert client.place is not None
+        client.sink.line.leave(client.place)
+        client.sink.line.admit()
         self._clients.remove(client)
-        self._admit_waiting(client.sink)
 
     def _submit(self, client: Client) -> None:
         spec, plan, sink, chance = client.spec, client.plan, client.sink, self.chance
         slot = Slot(spec.request_id, sink, plan.sampling.n)
         lanes = slot.make_lanes()
         sink.open.update(lanes)
-        sink.num_submitted += len(lanes)
+        if client.place is not None:
+            sink.line.leave(client.place)
+            client.place = None  # it refers to the client, which has to be freed when it is dropped
+        sink.line.enter(len(lanes))
         fail_after = chance.randrange(12) if self.faults and chance.random() < 0.02 else None
         client.may_fail |= fail_after is not None
         has_text = bool(plan.sampling.stop) or chance.random() < 0.8

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from aiocb.engine.core import EngineCore
+from aiocb.engine.delivery import Delivery
 from aiocb.scheduler.scheduler import Scheduler
 from aiocb.testing.simulator import LAYOUTS, Simulation, SimulationError, main
 from aiocb.testing.workload import Layout
 
 EVENTS = (
+    "EngineClosed",
     "EngineDead",
     "RequestFailed",
     "RequestTimeout",
@@ -19,6 +21,7 @@ EVENTS = (
     "ended: length",
     "ended: stop",
     "engine death",
+    "lives ended",
     "queue full",
     "refused",
     "waited for room",
@@ -88,15 +91,15 @@ class TestMistakesAreNoticed:
         self.fails("")
 
     def test_an_end_that_is_delivered_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        emit = EngineCore._end
+        original = Delivery.end
 
-        def end(self: EngineCore, request: Any, finished: Any, now: float, *rest: Any, **options: Any) -> None:
-            emit(self, request, finished, now, *rest, **options)
+        def end(self: Delivery, request: Any, finished: Any, now: float, *rest: Any, **options: Any) -> None:
+            original(self, request, finished, now, *rest, **options)
             if finished is not None and request.id % 16 == 5:
-                self._post(request.payload.slot, request.payload.take(request.payload.lane.end))
-                self._post(request.payload.slot, request.payload.take(None))
+                self.post(request.payload.slot, request.payload.take(request.payload.lane.end))
+                self.post(request.payload.slot, request.payload.take(None))
 
-        monkeypatch.setattr(EngineCore, "_end", end)
+        monkeypatch.setattr(Delivery, "end", end)
         self.fails("a delivery after the end")
 
     def test_a_token_that_is_swallowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +113,7 @@ class TestMistakesAreNoticed:
         self.fails("")
 
     def test_room_that_nobody_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(EngineCore, "_tell_room_watchers", lambda self: None)
+        monkeypatch.setattr(EngineCore, "_tell_watchers", lambda self: None)
         self.fails("do not end")
 
     def test_blocks_that_do_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -382,10 +382,42 @@ async def test_finish_delivers_what_is_there() -> None:
         assert usage is not None and usage.num_output_tokens == 4
 
 
-async def test_finish_before_and_after_is_nothing() -> None:
+async def test_finish_before_submission_ends_it_without_output() -> None:
     async with running() as setup:
         stream = setup.endless(max_new_tokens=2)
         stream.finish()
+        (chunk,) = [chunk async for chunk in stream]
+        assert (chunk.token_ids, chunk.finish_reason) == ((), "cancelled")
+        assert chunk.usage is not None and chunk.usage.num_prompt_tokens == 3
+        completion = setup.endless(max_new_tokens=2)
+        completion.finish()
+        assert (await completion).finish_reason == "cancelled"
+        assert setup.runner.num_steps == 0
+
+
+async def _chunks(stream: aiocb.Stream) -> list[aiocb.Chunk]:
+    return [chunk async for chunk in stream]
+
+
+async def test_finish_while_waiting_for_room_ends_it_without_output() -> None:
+    async with running(is_open=False, config=aiocb.EngineConfig(max_queue_size=1, max_requests_per_batch=1)) as setup:
+        first = setup.endless()
+        await first.__aenter__()
+        await setup.gate.held()
+        second = setup.endless()
+        await second.__aenter__()  # fills the queue
+        third = setup.endless()
+        task = asyncio.create_task(_chunks(third))
+        await spin(lambda: third._intent.withdraw is not None)
+        third.finish()
+        assert [chunk.finish_reason for chunk in await task] == ["cancelled"]
+        first.close()
+        second.close()
+
+
+async def test_finish_after_the_end_is_nothing() -> None:
+    async with running() as setup:
+        stream = setup.endless(max_new_tokens=2)
         assert len(await read_some(stream, 2)) == 2
         async for _ in stream:
             pass

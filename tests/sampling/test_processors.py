@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 from aiocb.errors import RequestFailed
 from aiocb.sampling import Sampler
 from aiocb.sampling.processors import RequestState, StaticStage, process
-from tests.sampling.helpers import EOS, Request, params, peaked_logits, plan_of, sample, step
+from tests.sampling.helpers import EOS, Request, params, peaked_logits, run, sample, step
 
 V = 60
 CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ def test_processors_see_the_whole_history_after_a_preemption() -> None:
         logits = peaked_logits(2, V, number)
         if number % 7 == 3:  # preempted: a step without it, then recomputed from the start
             step(sampler, [other], logits[:1])
-            result = sampler(logits[:1], plan_of([request.entry(num_computed=0)]))
+            result = run(sampler, logits[:1], [request.entry(num_computed=0)])
         else:
             result = step(sampler, [request, other], logits)
         expected.append(list(request.tokens))

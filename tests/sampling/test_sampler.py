@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from aiocb.errors import RequestFailed
-from aiocb.sampling import Sampler, SelectionParams, is_greedy_plain
+from aiocb.sampling import Sampler, SelectionParams
 from aiocb.sampling.random import as_seeds, uniforms
-from aiocb.step import StepResult
-from tests.sampling.helpers import Request, params, peaked_logits, plan_of, step
+from tests.sampling.helpers import Request, Sampled, params, peaked_logits, run, step
 
 
 def forbid_seven(token_ids: list[int], logits: Tensor) -> Tensor:
@@ -51,7 +50,7 @@ MENU: list[dict[str, Any]] = [
 ]
 
 
-def outcome(result: StepResult, row: int) -> tuple[Any, Any]:
+def outcome(result: Sampled, row: int) -> tuple[Any, Any]:
     return result.token_ids[row], None if result.logprobs is None else result.logprobs[row]
 
 
@@ -128,23 +127,19 @@ def test_mixed_batches_with_a_random_finish_order_equal_solo_runs() -> None:
     waiting = [make(number) for number in range(num_requests)]
     running: list[Request] = []
     done: dict[int, list[int]] = {}
-    released: list[int] = []
     while waiting or running:
         while waiting and (not running or source.random() < 0.6):
             running.insert(source.randrange(len(running) + 1), waiting.pop())
         part = [request for request in running if source.random() < 0.8] or running[:1]
-        result = step(sampler, part, torch.cat([model(request) for request in part]), released)
-        released = []
+        result = step(sampler, part, torch.cat([model(request) for request in part]))
         for request, token in zip(part, result.token_ids, strict=True):
             assert token is not None
             request.tokens.append(token)
             if len(request.tokens) == 3 + lengths[request.request_id]:
                 running.remove(request)
                 done[request.request_id] = request.tokens
-                released.append(request.request_id)
+                sampler.forget()
     assert [done[number] for number in range(num_requests)] == solo
-    sampler.release(released)
-    assert sampler.num_states == 0
 
 
 def test_seeds() -> None:
@@ -183,24 +178,14 @@ def test_uniforms_are_uniform_and_independent() -> None:
         assert abs(correlation) < 5 / math.sqrt(left.size)
 
 
-def test_plain_greedy_and_its_predicate() -> None:
+def test_plain_greedy_is_the_argmax_of_any_type() -> None:
     vocab_size = 1000
-    greedy, sampled = params(vocab_size), params(vocab_size, temperature=1.0)
-    requests = [Request(number, greedy) for number in range(4)]
+    requests = [Request(number, params(vocab_size)) for number in range(4)]
     logits = peaked_logits(4, vocab_size)
-    assert is_greedy_plain(plan_of(request.entry() for request in requests))
-    assert step(Sampler(vocab_size), requests, logits) == StepResult(logits.argmax(-1).tolist())
+    assert step(Sampler(vocab_size), requests, logits).token_ids == logits.argmax(-1).tolist()
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         typed = logits.to(dtype)
         assert step(Sampler(vocab_size), requests, typed).token_ids == typed.argmax(-1).tolist()
-    # A chunk without logits is no obstacle; another way of sampling, or rows of a prompt, are.
-    chunk = Request(9, sampled).entry(0, is_sampled=False)
-    assert is_greedy_plain(plan_of([requests[0].entry(), chunk]))
-    assert not is_greedy_plain(plan_of([requests[0].entry(), Request(9, sampled).entry()]))
-    assert not is_greedy_plain(plan_of([Request(9, params(vocab_size, prompt_logprobs=0)).entry(2, num_computed=0)]))
-    assert not is_greedy_plain(plan_of([Request(9, greedy).entry(1, is_sampled=False)]))
-    for values in MENU[1:]:
-        assert not is_greedy_plain(plan_of([Request(0, params(vocab_size, **values)).entry()]))
 
 
 def test_nan_logits_end_their_own_request() -> None:
@@ -230,17 +215,17 @@ def test_entries_that_do_not_sample_are_skipped() -> None:
         requests[2].entry(0, is_sampled=False, num_computed=0),
         requests[3].entry(num_computed=0),
     ]
-    result = Sampler(vocab_size)(logits, plan_of(entries))
+    result = run(Sampler(vocab_size), logits, entries)
     want = step(Sampler(vocab_size), [requests[1], requests[3]], logits)
     assert result.token_ids == [None, want.token_ids[0], None, want.token_ids[1]]
     assert result.logprobs is not None and want.logprobs is not None
     assert list(result.logprobs) == [None, want.logprobs[0], None, want.logprobs[1]]
-    nothing = Sampler(vocab_size)(logits[:0], plan_of(entries[:1]))
+    nothing = run(Sampler(vocab_size), logits[:0], entries[:1])
     assert nothing.token_ids == [None]
     with pytest.raises(ValueError, match="rows"):
-        Sampler(vocab_size)(logits[:1], plan_of(entries))
+        run(Sampler(vocab_size), logits[:1], entries)
     with pytest.raises(ValueError, match="columns"):
-        Sampler(vocab_size + 1)(logits, plan_of(entries))
+        run(Sampler(vocab_size + 1), logits, entries)
 
 
 @pytest.mark.parametrize("vocab_size", [40, 5000])
@@ -333,9 +318,9 @@ def test_prompt_logprobs_over_chunks() -> None:
     sampler = Sampler(vocab_size)
     found = []
     for start, end in ((0, 3), (3, 4), (4, 7)):
-        entry = request.entry(end - start, is_sampled=end == 7, num_computed=start)._replace(num_new_tokens=end - start)
+        entry = request.entry(end - start, is_sampled=end == 7, num_computed=start, num_new=end - start)
         rows = torch.cat((peaked_logits(1, vocab_size, 9), logits[start:end]))
-        result = sampler(rows, plan_of([other.entry(), entry]))
+        result = run(sampler, rows, [other.entry(), entry])
         assert result.token_ids[0] == int(rows[0].argmax())
         assert result.token_ids[1] == (int(logits[6].argmax()) if end == 7 else None)
         assert result.prompt_logprobs is not None
@@ -347,37 +332,31 @@ def test_prompt_logprobs_over_chunks() -> None:
         assert len(one.top) in (3, 4)
     # After the prompt only the sampled row is left, and decoding reports nothing of it.
     request.tokens.append(1)
-    assert sampler(logits[:1], plan_of([request.entry()])).prompt_logprobs is None
+    assert run(sampler, logits[:1], [request.entry()]).prompt_logprobs is None
     bad = logits.clone()
     bad[1, 0] = math.nan
-    result = Sampler(vocab_size)(
+    result = run(
+        Sampler(vocab_size),
         torch.cat((logits[:1], bad)),
-        plan_of([other.entry(), Request(0, request.sampling, tokens[:7]).entry(7, num_computed=0)]),
+        [other.entry(), Request(0, request.sampling, tokens[:7]).entry(7, num_computed=0)],
     )
     assert result.errors is not None
     assert list(result.errors) == [0]
     assert result.token_ids == [int(logits[0].argmax()), None]
 
 
-def test_released_state_is_dropped() -> None:
+def test_state_goes_with_its_request() -> None:
     vocab_size = 200
     sampling = params(vocab_size, repetition_penalty=1.2, no_repeat_ngram_size=3, logits_processors=forbid_seven)
     sampler = Sampler(vocab_size)
-    released: list[int] = []
     sizes = []
     for number in range(300):
-        request = Request(number, sampling, list(range(100)))
-        step(sampler, [request], peaked_logits(1, vocab_size), released)
-        released = [number]
-        assert sampler.num_states == 1
+        step(sampler, [Request(number, sampling, list(range(100)))], peaked_logits(1, vocab_size))
+        sampler.forget()
         if number in (100, 299):
             gc.collect()
             sizes.append(sum(1 for one in gc.get_objects() if type(one).__name__ == "RequestState"))
-    assert sizes == [1, 1]
-    step(sampler, [Request(1000, params(vocab_size))], peaked_logits(1, vocab_size), released)
-    assert sampler.num_states == 0
-    sampler.release([5, 6])  # unknown ids are passed over
-    assert "0 requests" in repr(sampler)
+    assert sizes == [0, 0]
 
 
 def test_plain_requests_keep_no_state() -> None:
@@ -385,7 +364,19 @@ def test_plain_requests_keep_no_state() -> None:
     values: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "logprobs": 3})
     requests = [Request(number, params(100, **one)) for number, one in enumerate(values)]
     step(sampler, requests, peaked_logits(3, 100))
-    assert sampler.num_states == 0
+    assert all(request.record.state is None for request in requests)
+
+
+def test_a_request_that_is_opened_again_starts_from_its_tokens() -> None:
+    """After a preemption the counts are those of the whole history, whoever had the id before."""
+    sampling = params(200, repetition_penalty=1.5, presence_penalty=0.5, no_repeat_ngram_size=2)
+    logits = peaked_logits(1, 200)
+    sampler = Sampler(200)
+    first = Request(0, sampling, [1, 2, 3], num_prompt_tokens=2)
+    for _ in range(4):
+        first.tokens.append(step(sampler, [first], logits).token_ids[0] or 0)
+    again = Request(0, sampling, list(first.tokens), num_prompt_tokens=2)
+    assert step(sampler, [again], logits).token_ids == step(Sampler(200), [first], logits).token_ids
 
 
 def test_batch_constants_are_built_once_and_cost_nothing_per_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from aiocb.engine.admission import Plan, StreamSpec, plan_request
 from aiocb.engine.core import EngineCore
 from aiocb.engine.output import Submission
 from aiocb.engine.session import Session
-from aiocb.engine.slot import Delivery, End, Lane, Slot
+from aiocb.engine.slot import Delta, End, Lane, Slot
 from aiocb.outputs import RequestMetrics, Usage
 from aiocb.sampling_params import SamplingParams
 
@@ -66,7 +66,7 @@ class ThreadBridge:
     def __init__(self, router: Router) -> None:
         self.num_submitted = 0
         self.num_waiting = 0
-        self.outbox: list[Delivery] = []
+        self.outbox: list[Delta] = []
         self.room = threading.Condition(router.lock)
         self._router = router
 
@@ -75,7 +75,7 @@ class ThreadBridge:
         """True when a thread waits for a place in the bounded queue."""
         return self.num_waiting > 0
 
-    def post(self, batch: list[Delivery]) -> bool:
+    def post(self, batch: list[Delta]) -> bool:
         """Deliver; True, because the readers are threads of this process."""
         if self.num_waiting:
             with self.room:
@@ -174,7 +174,7 @@ class ThreadSession(Session):
             lanes.append(ThreadLane(slot, index, record))
         if plan.max_output_tokens == 0:
             end = End("length", None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
-            self.bridge.post([Delivery(lane, (), "", None, end) for lane in lanes])
+            self.bridge.post([Delta(lane, (), "", None, end) for lane in lanes])
             return
         self.bridge.num_submitted += len(lanes)
         age = time.perf_counter() - ticket.records[0].created_time

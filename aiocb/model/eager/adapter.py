@@ -14,7 +14,7 @@ Legend: T packed tokens, H query heads, K key/value heads, D head dim, N logit r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,8 @@ from aiocb.model.eager.handlers import Handler, NotPlainError, PagedHandler, Rec
 from aiocb.model.eager.masks import MaskKind, MaskRecorder
 from aiocb.model.eager.positions import PositionTable, find_tables, injected, learn_tables
 from aiocb.model.kv import PagedCache
-from aiocb.step import StepPlan
+from aiocb.records import Record
+from aiocb.step import StepEntry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -279,13 +280,11 @@ class ModelAdapter:
                     f"asks its attention for a window of {spec.window}"
                 )
 
-    def run(self, plan: StepPlan, backend: AttentionBackend, cache: PagedCache) -> Tensor:
-        """Copy blocks, pack the plan, and run the model over the pages: logits [N, V]."""
-        if plan.block_copies:
-            cache.copy_blocks(plan.block_copies)
-        if not plan.entries:
-            return torch.empty(0, self.vocab_size, device=self.device)
-        packed = pack(plan, cache.layout, self.device, self.dtype)
+    def run(
+        self, entries: Sequence[StepEntry], records: Sequence[Record], backend: AttentionBackend, cache: PagedCache
+    ) -> Tensor:
+        """Pack the entries of a plan, and run the model over the pages: logits [N, V]."""
+        packed = pack(entries, records, cache.layout, self.device, self.dtype)
         handler = PagedHandler(backend, cache, self.specs, packed.batch)
         with nullcontext() if self.linears is None else self.linears.active():
             return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)

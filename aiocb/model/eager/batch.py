@@ -1,4 +1,4 @@
-"""From a `StepPlan` to what the model and the attention backend need: one packed row of tokens and its tables.
+"""From the entries of a plan to what the model and the attention backend need: one packed row of tokens and its tables.
 
 Legend: T packed tokens, R requests, N logit rows, S page size. The packed order puts entries with one new token first
 (see `attention.base`); logit rows come out in the order of the plan's entries.
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from aiocb.attention.base import GroupTables, StepBatch
-from aiocb.step import CacheLayout, StepPlan
+from aiocb.records import Record
+from aiocb.step import CacheLayout, StepEntry
 
 __all__ = ["PackedStep", "pack"]
 
@@ -40,14 +41,20 @@ class PackedStep(NamedTuple):
     batch: StepBatch
 
 
-def pack(plan: StepPlan, layout: CacheLayout, device: torch.device, dtype: torch.dtype) -> PackedStep:
-    """Pack a plan; tables are read, never kept."""
-    entries = plan.entries
+def pack(
+    entries: Sequence[StepEntry],
+    records: Sequence[Record],
+    layout: CacheLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> PackedStep:
+    """Pack the entries of a plan and the records of their requests."""
     order = [index for index, entry in enumerate(entries) if entry.num_new_tokens == 1]
     num_decodes = len(order)
     if num_decodes != len(entries):
         order += [index for index, entry in enumerate(entries) if entry.num_new_tokens != 1]
     rows = [entries[index] for index in order]
+    owners = [records[index] for index in order]
 
     computed_list = [entry.num_computed_tokens for entry in rows]
     new_list = [entry.num_new_tokens for entry in rows]
@@ -57,10 +64,11 @@ def pack(plan: StepPlan, layout: CacheLayout, device: torch.device, dtype: torch
     np.cumsum(new, out=starts[1:])
     num_tokens = int(starts[-1])
 
-    ids = array("q", [entry.tokens[entry.num_computed_tokens] for entry in rows[:num_decodes]])
-    for entry in rows[num_decodes:]:
+    decodes = zip(rows[:num_decodes], owners)
+    ids = array("q", [record.tokens[entry.num_computed_tokens] for entry, record in decodes])
+    for entry, record in zip(rows[num_decodes:], owners[num_decodes:], strict=True):
         first = entry.num_computed_tokens
-        ids.extend(entry.tokens[first : first + entry.num_new_tokens])
+        ids.extend(record.tokens[first : first + entry.num_new_tokens])
 
     # Position of packed token t of row r: computed[r] + t - starts[r].
     row_of_token = np.repeat(np.arange(len(rows)), new)
@@ -68,20 +76,20 @@ def pack(plan: StepPlan, layout: CacheLayout, device: torch.device, dtype: torch
 
     groups = []
     for index, group in enumerate(layout.groups):
-        tables = [entry.block_tables[index] for entry in rows]
+        tables = [record.tables[index] for record in owners]
         groups.append(
             _group_tables(tables, group.window, layout.page_size, computed, lengths, positions, row_of_token, device)
         )
     return PackedStep(
         torch.from_numpy(np.frombuffer(ids, dtype=_INT).copy()).to(device).unsqueeze(0),
         torch.from_numpy(positions).to(device).unsqueeze(0),
-        torch.from_numpy(_logit_rows(plan, order, starts)).to(device),
+        torch.from_numpy(_logit_rows(entries, order, starts)).to(device),
         StepBatch(num_decodes, starts, computed, lengths, tuple(groups), layout.page_size, device, dtype),
     )
 
 
 def _group_tables(
-    tables: list[Sequence[int]],
+    tables: Sequence[Sequence[int]],
     window: int | None,
     page_size: int,
     computed: npt.NDArray[np.int64],
@@ -105,9 +113,9 @@ def _group_tables(
     return GroupTables(window, torch.from_numpy(slots).to(device), pages, page_starts, first_pages * page_size)
 
 
-def _logit_rows(plan: StepPlan, order: list[int], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Packed index of every row whose logits are needed, entries in the plan's order."""
-    counts = np.array([entry.num_logits for entry in plan.entries], dtype=_INT)
+def _logit_rows(entries: Sequence[StepEntry], order: list[int], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Packed index of every row whose logits are needed, in the order of the entries."""
+    counts = np.array([entry.num_logits for entry in entries], dtype=_INT)
     stops = np.empty(len(order), dtype=_INT)  # behind each entry's last packed token
     stops[order] = starts[1:]
     first = np.repeat(stops - counts - (np.cumsum(counts) - counts), counts)

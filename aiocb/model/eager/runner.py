@@ -10,12 +10,11 @@ Everything before the sampler is `ModelAdapter.run`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
@@ -23,15 +22,14 @@ from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, pack_linears
 from aiocb.model.kv import PagedCache, choose_cache_size
 from aiocb.model.parity import check_parity as check_parity_of
+from aiocb.records import Records
+from aiocb.sampling.sampler import Sampler
 from aiocb.step import CacheLayout, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Sampler", "TorchRunner"]
-
-Sampler = Callable[[Tensor, StepPlan], StepResult]
-"""Takes logits [N, V], `num_logits` rows of each entry in the plan's order, and returns the step's result."""
+__all__ = ["TorchRunner"]
 
 
 class TorchRunner:
@@ -64,6 +62,7 @@ class TorchRunner:
         self._max_model_len = max_model_len if bound is None else min(max_model_len, bound)
         self._uses_native = False
         self.choices: Sequence[Choice] = ()
+        self.depth = 1
         try:
             self._assemble(config, check_parity)
         except ConfigError as error:
@@ -82,6 +81,7 @@ class TorchRunner:
         specs = tuple(adapter.specs.values())
         size = choose_cache_size(self._backend, specs, config, self._max_model_len, adapter.dtype, adapter.device)
         parity = (check_parity_of(adapter, self._backend, size.page_size),) if check_parity else ()
+        self._records = Records(len({spec.window for spec in specs}))
         self._cache = PagedCache(self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device)
         self.choices = (attention_choice, linears_choice, *size.choices, *parity)
 
@@ -100,22 +100,34 @@ class TorchRunner:
         """The most tokens (prompt and output) of a request."""
         return self._max_model_len
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run the model once over the plan and sample."""
+    @property
+    def device_type(self) -> str:
+        """Where the model is."""
+        return self._adapter.device.type
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        """Run the model once over the plan and sample; see `step.Runner`."""
+        if plan.copies_before:
+            self._cache.copy_blocks(plan.copies_before)
+        records = self._records.begin(plan)
+        if plan.closed:
+            self._sampler.forget()
+        if not plan.entries:
+            return StepResult(())
         with torch.inference_mode(), self._threads():
-            return self._sampler(self.logits(plan), plan)
+            logits = self._adapter.run(plan.entries, records, self._backend, self._cache)
+            result = self._sampler(logits, plan.entries, records)
+        self._records.finish(records, result)
+        return result
 
-    def release(self, request_ids: Iterable[int]) -> None:
-        """Forget requests that no further plan will name."""
-        release = getattr(self._sampler, "release", None)
-        if release is not None:
-            release(request_ids)
+    def collect(self, handle: StepResult) -> StepResult:
+        """What `submit` has computed."""
+        return handle
 
-    @torch.inference_mode()
-    def logits(self, plan: StepPlan) -> Tensor:
-        """Run the model once over the plan: copies blocks, writes keys and values; returns logits [N, V]."""
-        with self._threads():
-            return self._adapter.run(plan, self._backend, self._cache)
+    def release(self) -> None:
+        """Forget every request; see `step.Runner`."""
+        self._records.clear()
+        self._sampler.forget()
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
@@ -138,10 +150,6 @@ class TorchRunner:
         """Pack the weights again: they may have changed while the engine was paused."""
         if self._adapter.linears is not None:
             self._adapter.linears.repack()
-
-    def describe(self) -> dict[str, str]:
-        """What was chosen and why, one line per choice."""
-        return {choice.name: f"{choice.value} ({choice.reason})" for choice in self.choices}
 
     def close(self) -> None:
         """Free the cache. Idempotent; the model is as it was found."""

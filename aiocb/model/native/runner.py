@@ -8,7 +8,7 @@ Shape legend: T tokens of the step, R requests, N rows with logits, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from aiocb.config import Choice, EngineConfig
@@ -19,7 +19,10 @@ from aiocb.kernels.threads import default_num_threads
 from aiocb.model.native.families import ModelDescription, describe
 from aiocb.model.native.step import NativeStep
 from aiocb.model.native.weights import build_native_model, pack_again
-from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult, TokenLogprobs
+from aiocb.outputs import TokenLogprobs
+from aiocb.records import Record, Records
+from aiocb.sampling.sampler import Sampler, failure_of
+from aiocb.step import CacheGroup, CacheLayout, OpenedRequest, StepEntry, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +38,6 @@ _PROBE_TOKENS = 40
 # Structural mistakes give errors near 1; noise of a deep model reaches a few per cent in bf16, twice as much in int8.
 _PROBE_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.12, "int8": 0.25}
 
-Sampler = Callable[["Tensor", StepPlan], StepResult]
-
 
 class NativeRunner:
     """Runs plans in native code; implements `aiocb.step.Runner`.
@@ -45,8 +46,8 @@ class NativeRunner:
         native: the packed model with its cache.
         description: what it was made from.
         layout: the cache, as the cache manager obeys it.
-        sampler: called with logits [N, V] and the entries that are not plain greedy.
-        notes: lines for `describe()`.
+        sampler: called with logits [N, V] and the entries that are not plain greedy; None where all are.
+        notes: what was decided.
         module: where `reload_weights` finds the weights; None when it has none any more.
     """
 
@@ -67,8 +68,11 @@ class NativeRunner:
         self._notes = notes
         self.choices: tuple[Choice, ...] = ()
         self._module = module
-        self._is_plain: dict[int, bool] = {}
+        self._records = Records(len(layout.groups))
         self._logits: Tensor | None = None
+
+    device_type = "cpu"
+    depth = 1
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -85,14 +89,10 @@ class NativeRunner:
         """The model's own number of positions."""
         return self._max_model_len
 
-    def describe(self) -> dict[str, str]:
-        """What was chosen and why."""
-        return dict(self._notes)
-
     @property
-    def parity(self) -> str:
-        """What the comparison with the module's own forward gave."""
-        return self._notes.get("parity", "")
+    def notes(self) -> dict[str, str]:
+        """What was decided, by name."""
+        return self._notes
 
     @property
     def has_module(self) -> bool:
@@ -108,34 +108,44 @@ class NativeRunner:
         self.native.close()
         self._logits = self._module = None
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the copies, run the step, and sample: plain greedy entries in the step itself, the rest by the sampler.
+    def release(self) -> None:
+        """Forget every request; see `step.Runner`."""
+        self._records.clear()
+        if self._sampler is not None:
+            self._sampler.forget()
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        """Run the step, and sample: plain greedy entries in the step itself, the rest by the sampler.
 
         Raises:
             KernelError: the plan names an id, a row or a block that does not exist.
         """
-        for copy in plan.block_copies:
+        for copy in plan.copies_before:
             self.native.copy_block(copy.group, copy.source, copy.target)
-        if plan.released_ids:
-            self._release(plan.released_ids)
+        records = self._records.begin(plan)
+        if plan.closed and self._sampler is not None:
+            self._sampler.forget()
         entries = plan.entries
         if not entries:
-            return StepResult(token_ids=())
-        picked = [position for position, entry in enumerate(entries) if not self._is_plain_entry(entry)]
-        step = NativeStep(plan, len(self._layout.groups), frozenset(picked))
+            return StepResult(())
+        picked = [at for at, (entry, record) in enumerate(zip(entries, records)) if not _is_plain(entry, record)]
+        step = NativeStep(entries, records, len(self._layout.groups), frozenset(picked))
         if not picked:
             self.native.step(step.arguments(None))
-            return self._greedy_result(plan, step)
-        logits = self._logits_for(step.num_logits)
-        self.native.step(step.arguments(logits.data_ptr()))
-        if self._sampler is None:
-            raise KernelError("this runner has no sampler, and the plan is not plain greedy")
-        if len(picked) == len(entries):
-            return self._sampler(logits, plan)
-        part = [entries[position] for position in picked]
-        num_tokens = sum(entry.num_new_tokens for entry in part)
-        sampled = self._sampler(logits, StepPlan(tuple(part), num_tokens, (), plan.released_ids))
-        return _join(self._greedy_result(plan, step), sampled, picked)
+            result = _greedy_result(entries, step)
+        else:
+            logits = self._logits_for(step.num_logits)
+            self.native.step(step.arguments(logits.data_ptr()))
+            if self._sampler is None:
+                raise KernelError("this runner has no sampler, and the plan is not plain greedy")
+            sampled = self._sampler(logits, [entries[at] for at in picked], [records[at] for at in picked])
+            result = sampled if len(picked) == len(entries) else _join(_greedy_result(entries, step), sampled, picked)
+        self._records.finish(records, result)
+        return result
+
+    def collect(self, handle: StepResult) -> StepResult:
+        """What `submit` has computed."""
+        return handle
 
     def reload_weights(self) -> None:
         """Read the weights of the module again, because they may have changed; nothing where they were freed.
@@ -153,43 +163,6 @@ class NativeRunner:
         except KernelError as error:
             raise ConfigError(str(error)) from error
 
-    def _release(self, request_ids: Sequence[int]) -> None:
-        for request_id in request_ids:
-            self._is_plain.pop(request_id, None)
-        # Not every sampler remembers requests; one that does may not see a plan for a long time.
-        release = getattr(self._sampler, "release", None)
-        if release is not None:
-            release(request_ids)
-
-    def _is_plain_entry(self, entry: StepEntry) -> bool:
-        """True when an entry needs nothing, or the argmax of its one row of logits."""
-        if not entry.is_sampled:
-            return not entry.num_logits
-        if entry.num_logits != 1:
-            return False
-        # The property looks at a dozen parameters; at 256 requests a step that is worth a dictionary.
-        is_plain = self._is_plain.get(entry.request_id)
-        if is_plain is None:
-            is_plain = self._is_plain[entry.request_id] = entry.sampling.is_plain
-        return is_plain
-
-    def _greedy_result(self, plan: StepPlan, step: NativeStep) -> StepResult:
-        """What the argmax says of every entry; meaningless for those that have a sampler."""
-        argmax = step.argmax
-        token_ids: list[int | None] = []
-        errors: dict[int, Exception] = {}
-        row = -1
-        for entry in plan.entries:
-            row += entry.num_logits
-            if not entry.is_sampled:
-                token_ids.append(None)
-            elif argmax[row] >= 0:
-                token_ids.append(argmax[row])
-            else:
-                token_ids.append(None)
-                errors[entry.request_id] = _failure(argmax[row])
-        return StepResult(token_ids=token_ids, errors=errors or None)
-
     def _logits_for(self, rows: int) -> Tensor:
         import torch
 
@@ -198,10 +171,36 @@ class NativeRunner:
         return self._logits[:rows]  # [N, V]
 
 
+def _is_plain(entry: StepEntry, record: Record) -> bool:
+    """True when an entry needs nothing, or the argmax of its one row of logits."""
+    if not entry.is_sampled:
+        return not entry.num_logits
+    return record.is_plain and entry.num_logits == 1
+
+
+def _greedy_result(entries: Sequence[StepEntry], step: NativeStep) -> StepResult:
+    """What the argmax says of every entry; meaningless for those that have a sampler."""
+    argmax = step.argmax
+    token_ids: list[tuple[int, ...]] = []
+    errors: dict[int, Exception] = {}
+    row = -1
+    for entry in entries:
+        row += entry.num_logits
+        if not entry.is_sampled:
+            token_ids.append(())
+        elif argmax[row] >= 0:
+            token_ids.append((argmax[row],))
+        else:
+            token_ids.append(())
+            errors[entry.request_id] = failure_of(argmax[row])
+    return StepResult(token_ids, errors=errors or None)
+
+
 def _join(result: StepResult, sampled: StepResult, positions: Sequence[int]) -> StepResult:
     """Put what the sampler returned in place of what the argmax said of the same entries."""
     token_ids = list(result.token_ids)
-    logprobs: list[TokenLogprobs | None] | None = None if sampled.logprobs is None else [None] * len(token_ids)
+    logprobs: list[tuple[TokenLogprobs, ...] | None] | None
+    logprobs = None if sampled.logprobs is None else [None] * len(token_ids)
     for at, position in enumerate(positions):
         token_ids[position] = sampled.token_ids[at]
         if logprobs is not None and sampled.logprobs is not None:
@@ -211,18 +210,11 @@ def _join(result: StepResult, sampled: StepResult, positions: Sequence[int]) -> 
     )
 
 
-def _failure(code: int) -> Exception:
-    from aiocb.sampling.sampler import failure_of
-
-    return failure_of(code)
-
-
 def _nativized(sampler: Sampler, vocab_size: int, native: NativeModel) -> Sampler:
     """Let the project's own sampler select in native code; any other is left as it is."""
     from aiocb.model.native.sampling import NativeSampler
-    from aiocb.sampling.sampler import Sampler as TorchSampler
 
-    return NativeSampler(vocab_size, native) if type(sampler) is TorchSampler else sampler
+    return NativeSampler(vocab_size, native) if type(sampler) is Sampler else sampler
 
 
 def try_build(
@@ -293,9 +285,9 @@ def build_described(
     )
     if isinstance(runner, str):
         return None, runner
-    notes = (Choice(name, value, "native runner") for name, value in runner.describe().items() if name != "runner")
+    notes = (Choice(name, value, "native runner") for name, value in runner.notes.items() if name != "runner")
     runner.choices = (*size.choices, *notes)
-    return runner, runner.describe()["runner"]
+    return runner, runner.notes["runner"]
 
 
 def create_native_runner(
@@ -444,13 +436,11 @@ def _probe(model: Any, runner: NativeRunner) -> float:
 def _probe_arguments(ids: list[int], start: int, count: int, runner: NativeRunner, logits: Tensor) -> StepArguments:
     from aiocb.sampling_params import SamplingParams
 
-    blocks = list(range(1, -(-len(ids) // PAGE_SIZE) + 1))
-    entry = StepEntry(
-        request_id=0, tokens=ids, num_prompt_tokens=len(ids), num_computed_tokens=start, num_new_tokens=count,
-        block_tables=tuple(blocks for _ in runner.cache_layout.groups), num_logits=count, is_sampled=False,
-        sampling=SamplingParams(), seed=0,
-    )  # fmt: skip
-    step = NativeStep(StepPlan((entry,), count), len(runner.cache_layout.groups), frozenset({0}))
+    num_groups = len(runner.cache_layout.groups)
+    record = Record(OpenedRequest(0, tuple(ids), len(ids), SamplingParams(), 0), 0, num_groups)
+    for table in record.tables:
+        table.extend(range(1, -(-len(ids) // PAGE_SIZE) + 1))
+    step = NativeStep((StepEntry(0, start, count, count, False),), [record], num_groups, frozenset({0}))
     arguments = step.arguments(logits.data_ptr())
     arguments._owner = step  # the arrays must outlive the call
     return arguments

@@ -26,10 +26,10 @@ from aiocb.kernels.selection import (
     WHOLE,
     SelectArguments,
 )
+from aiocb.outputs import TokenLogprobs
 from aiocb.sampling.logprobs import token_logprobs
 from aiocb.sampling.sampler import Sampler
 from aiocb.sampling.truncation import SelectionParams
-from aiocb.outputs import TokenLogprobs
 
 __all__ = ["NativeSampler"]
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from aiocb.kernels.library import StepArguments
-from aiocb.step import StepPlan
+from aiocb.records import Record
+from aiocb.step import StepEntry
 
 __all__ = ["NativeStep"]
 
@@ -24,22 +25,24 @@ class NativeStep:
         argmax: the largest logit's id (or a `SelectFailure`) of each of them, [O]; filled by the step.
     """
 
-    def __init__(self, plan: StepPlan, num_groups: int, with_logits: Set[int]) -> None:
+    def __init__(
+        self, entries: Sequence[StepEntry], records: Sequence[Record], num_groups: int, with_logits: Set[int]
+    ) -> None:
         """Args:
-        plan: with entries.
+        entries, records: aligned.
         num_groups: of the cache.
-        with_logits: positions in `plan.entries` of those whose logits are wanted, not only their argmax.
+        with_logits: positions in `entries` of those whose logits are wanted, not only their argmax.
         """
         ids, starts, lengths, rows, slots = array("i"), array("i"), array("i"), array("i"), array("i")
         tables = [array("i") for _ in range(num_groups)]
         offsets = [array("i", (0,)) for _ in range(num_groups)]
         row = slot = 0
-        for position, entry in enumerate(plan.entries):
+        for position, (entry, record) in enumerate(zip(entries, records, strict=True)):
             start, count, wanted = entry.num_computed_tokens, entry.num_new_tokens, entry.num_logits
             if count == 1:
-                ids.append(entry.tokens[start])
+                ids.append(record.tokens[start])
             else:
-                ids.extend(entry.tokens[start : start + count])
+                ids.extend(record.tokens[start : start + count])
             starts.append(start)
             lengths.append(count)
             row += count
@@ -51,7 +54,7 @@ class NativeStep:
                 is_written = position in with_logits
                 slots.extend(range(slot, slot + wanted) if is_written else [-1] * wanted)
                 slot += wanted if is_written else 0
-            for table, offset, blocks in zip(tables, offsets, entry.block_tables, strict=True):
+            for table, offset, blocks in zip(tables, offsets, record.tables, strict=True):
                 table.extend(blocks)
                 offset.append(len(table))
         self.num_outputs = len(rows)

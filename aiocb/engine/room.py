@@ -1,0 +1,142 @@
+"""The bounded queue: who may enter, and who stands in line for it. One `Room` per life, one `Line` per event loop.
+
+```
+loop thread                                │ worker thread
+Line.try_enter ─► entered ── submit ───────┼─► admitted, refused or cancelled: `num_left` grows
+Line.join ─► waits ─► admit() ─► reserved ─┼─◄ the step's batch says that there is news
+```
+
+Everything is synchronous and has one writer: a line its own thread, `num_left` the worker. A number that is read late
+only makes somebody wait for the next word, and the worker gives it as long as somebody waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from aiocb.errors import QueueFull
+
+__all__ = ["Line", "Place", "Room"]
+
+
+class Place:
+    """Where a submission stands in line; `admit` is called once there is room for its `count` requests."""
+
+    __slots__ = ("admit", "count", "is_admitted")
+
+    def __init__(self, count: int, admit: Callable[[], None]) -> None:
+        self.count = count
+        self.admit = admit
+        self.is_admitted = False
+
+
+class Line:
+    """The submissions of one event loop, first come, first served.
+
+    Attributes:
+        num_entered: requests that were handed to the worker, so far.
+    """
+
+    __slots__ = ("_num_reserved", "_places", "_room", "num_entered")
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._places: deque[Place] = deque()
+        self.num_entered = 0
+        self._num_reserved = 0  # for those that were admitted from the line and have not entered yet
+
+    @property
+    def is_waiting(self) -> bool:
+        """True when somebody stands in line (read by the worker without a lock)."""
+        return bool(self._places)
+
+    @property
+    def num_taken(self) -> int:
+        """Places of the queue that were taken from here, so far."""
+        return self.num_entered + self._num_reserved
+
+    def can_enter(self, count: int) -> bool:
+        """True when `count` requests may enter without standing in line."""
+        return not self._places and self._room.has_room(count)
+
+    def enter(self, count: int) -> None:
+        """Count requests that are handed to the worker now."""
+        self.num_entered += count
+
+    def join(self, count: int, admit: Callable[[], None]) -> Place:
+        """Stand in line. Ask the worker for news next, and then call `admit`: it looks only where somebody waits."""
+        place = Place(count, admit)
+        self._places.append(place)
+        return place
+
+    def admit(self) -> None:
+        """Let in, from the front, those for whom there is room."""
+        while self._places and self._room.has_room(self._places[0].count):
+            place = self._places.popleft()
+            place.is_admitted = True
+            self._num_reserved += place.count
+            place.admit()
+
+    def leave(self, place: Place) -> None:
+        """Give up a place: before it was admitted, or after, because its holder enters or does not come any more."""
+        if place.is_admitted:
+            place.is_admitted = False
+            self._num_reserved -= place.count
+        elif place in self._places:
+            self._places.remove(place)
+
+    def clear(self) -> list[Place]:
+        """Send everybody away; returns the places that were waiting."""
+        places = list(self._places)
+        self._places.clear()
+        return places
+
+
+class Room:
+    """How many may wait in the queue.
+
+    Args:
+        limit: most requests that wait; 0 is no bound.
+
+    Attributes:
+        num_left: requests that have left the queue, for whatever reason; the worker writes it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_left = 0
+        self._lines: list[Line] = []
+        self._num_gone = 0  # entered from lines that are gone
+
+    def open_line(self) -> Line:
+        """Make a line for one more event loop."""
+        line = Line(self)
+        self._lines.append(line)
+        return line
+
+    def close_line(self, line: Line) -> None:
+        """Forget a line: its loop is gone, what has entered from there remains."""
+        line.clear()
+        self._num_gone += line.num_entered
+        self._lines.remove(line)
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many more requests may enter (any thread)."""
+        if not self.limit:
+            return True
+        num_taken = self._num_gone + sum(line.num_taken for line in tuple(self._lines))
+        return num_taken - self.num_left + count <= self.limit
+
+    def check(self, count: int) -> None:
+        """Refuse what could never enter.
+
+        Raises:
+            QueueFull: more at once than the queue holds.
+        """
+        if self.limit and count > self.limit:
+            raise QueueFull(f"{count} samples cannot enter a queue of {self.limit} (max_queue_size)")
+
+    def __repr__(self) -> str:
+        taken = self._num_gone + sum(line.num_taken for line in self._lines)
+        return f"<Room {taken - self.num_left}/{self.limit or '∞'}>"
