@@ -26,6 +26,9 @@ class LockstepRunner:
 
     vocab_size = _VOCAB
     max_model_len = 1 << 20
+    device_type = "cpu"
+    depth = 1
+    choices = ()
 
     def __init__(self, num_blocks: int, lockstep: bool = True) -> None:
         self.cache_layout = CacheLayout(16, (CacheGroup(None, (0,), num_blocks, 1),))
@@ -34,12 +37,12 @@ class LockstepRunner:
         self._num_read = 0
         self._turn = threading.Semaphore(1)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> StepResult:
         """Answer at once, one step after the readers."""
-        tokens = [1 if entry.is_sampled else None for entry in plan.entries]
-        if self.lockstep:
+        tokens: list[tuple[int, ...]] = [(1,) if entry.is_sampled else () for entry in plan.entries]
+        if self.lockstep and tokens:
             self._turn.acquire(timeout=1.0)
-            self._num_made += len(tokens) - tokens.count(None)
+            self._num_made += sum(map(len, tokens))
             if self._num_made == self._num_read:
                 self._turn.release()
         return StepResult(tokens)
@@ -50,9 +53,15 @@ class LockstepRunner:
         if self._num_read == self._num_made:
             self._turn.release()
 
-    def describe(self) -> dict[str, str]:
-        """Nothing was chosen."""
-        return {}
+    def collect(self, handle: StepResult) -> StepResult:
+        """What was answered."""
+        return handle
+
+    def release(self) -> None:
+        """Nothing is remembered."""
+
+    def reload_weights(self) -> None:
+        """There are none."""
 
     def close(self) -> None:
         """Nothing to free."""

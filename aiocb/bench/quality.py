@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pydoc_data import topics
 from typing import Any
 
@@ -20,10 +20,13 @@ import torch
 from torch import Tensor
 
 from aiocb.kernels import Library, load
+from aiocb.model.build import model_defaults
 from aiocb.model.load.hub import load as load_model
 from aiocb.model.native.runner import NativeRunner, create_native_runner
+from aiocb.records import Record
+from aiocb.sampling.sampler import Sampler
 from aiocb.sampling_params import ModelDefaults, SamplingParams
-from aiocb.step import StepEntry, StepPlan, StepResult
+from aiocb.step import OpenedRequest, StepEntry, StepPlan, StepResult
 
 __all__ = ["english_tokens", "measure", "speed"]
 
@@ -75,7 +78,7 @@ def measure(
     runners = []
     weights = {}
     for label, quantization in (("aiocb bfloat16", None), ("aiocb int8", "int8")):
-        capture = _Capture()
+        capture = _Capture(model_defaults(loaded.model).vocab_size)
         runner = _runner(loaded.model, library, quantization, capture, window, num_threads)
         runners.append(runner)
         candidates[label] = _native_logits(runner, capture)
@@ -120,12 +123,14 @@ def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, conte
         ("decode, batch 1", 1, context, 1), ("decode, batch 8", 8, context, 1), ("decode, batch 32", 32, context, 1),
         ("decode, batch 64", 64, context, 1), ("prefill of 128 tokens", 1, 0, 128),
     ):  # fmt: skip
-        plan = _plan(requests, start, count, runners[0].vocab_size)
+        opening, plan = _plan(requests, start, count, runners[0].vocab_size)
         times: tuple[list[float], list[float]] = ([], [])
         for index in range(repeats + 1):
             for runner, values in zip(runners, times, strict=True):
+                runner.release()
+                runner.submit(opening)
                 started = time.perf_counter()
-                runner.execute(plan)
+                runner.submit(plan)
                 if index:
                     values.append(time.perf_counter() - started)
         bf16, int8 = (statistics.median(values) * 1e3 for values in times)
@@ -166,15 +171,16 @@ class _Totals:
         }
 
 
-class _Capture:
+class _Capture(Sampler):
     """A sampler that keeps the logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
         self.parts: list[Tensor] = []
 
-    def __call__(self, logits: Tensor, plan: StepPlan) -> StepResult:
+    def __call__(self, logits: Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
         self.parts.append(logits.clone())
-        return StepResult([None] * len(plan.entries))
+        return StepResult([()] * len(entries))
 
 
 def _module_logits(model: Any) -> Logits:
@@ -187,19 +193,16 @@ def _module_logits(model: Any) -> Logits:
 
 
 def _native_logits(runner: NativeRunner, capture: _Capture) -> Logits:
-    blocks = list(range(1, runner.cache_layout.groups[0].num_blocks))
-    parameters = _greedy()
+    blocks = (tuple(range(1, runner.cache_layout.groups[0].num_blocks)),) * len(runner.cache_layout.groups)
 
     def logits(ids: list[int]) -> Tensor:
         capture.parts.clear()
+        runner.release()
+        opened = (OpenedRequest(1, tuple(ids), len(ids), _greedy(), 0),)
         for first in range(0, len(ids), _CHUNK):
             count = min(_CHUNK, len(ids) - first)
-            entry = StepEntry(
-                request_id=1, tokens=ids, num_prompt_tokens=len(ids), num_computed_tokens=first, num_new_tokens=count,
-                block_tables=(blocks,) * len(runner.cache_layout.groups), num_logits=count, is_sampled=False,
-                sampling=parameters, seed=0,
-            )  # fmt: skip
-            runner.execute(StepPlan((entry,), count))
+            entry = StepEntry(1, first, count, count, False, (), 0, () if first else blocks)
+            runner.submit(StepPlan((entry,), count, () if first else opened))
         return torch.cat(capture.parts)
 
     return logits
@@ -217,20 +220,18 @@ def _runner(
     return runner
 
 
-def _plan(requests: int, start: int, count: int, vocab_size: int) -> StepPlan:
+def _plan(requests: int, start: int, count: int, vocab_size: int) -> tuple[StepPlan, StepPlan]:
+    """Two plans: one that computes a single token of each request and tells the tables, and the step to be timed."""
     generator = torch.Generator().manual_seed(0)
     pages = (start + count) // _PAGE + 1
-    parameters = _greedy()
-    entries = tuple(
-        StepEntry(
-            request_id=index, tokens=torch.randint(0, vocab_size, (start + count,), generator=generator).tolist(),
-            num_prompt_tokens=start + count, num_computed_tokens=start, num_new_tokens=count,
-            block_tables=(list(range(1 + index * pages, 1 + (index + 1) * pages)),), num_logits=1, is_sampled=True,
-            sampling=parameters, seed=0,
-        )
-        for index in range(requests)
-    )  # fmt: skip
-    return StepPlan(entries, requests * count)
+    opened, first, entries = [], [], []
+    for index in range(requests):
+        tokens = torch.randint(0, vocab_size, (start + count,), generator=generator).tolist()
+        opened.append(OpenedRequest(index, tuple(tokens), len(tokens), _greedy(), 0))
+        blocks = (tuple(range(1 + index * pages, 1 + (index + 1) * pages)),)
+        first.append(StepEntry(index, 0, 1, 0, False, (), 0, blocks))
+        entries.append(StepEntry(index, start, count, 1, True))
+    return StepPlan(tuple(first), requests, tuple(opened)), StepPlan(tuple(entries), requests * count)
 
 
 def _greedy() -> SamplingParams:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import aiocb
 from aiocb.cli import main, terminal
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult
+from aiocb.testing import FakeRunner
 
 END = "<|end|>"
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -35,48 +35,35 @@ def make_tokenizer(has_template: bool) -> Any:
     return make(tokenizer_object=backend, eos_token=END, chat_template=TEMPLATE if has_template else None)
 
 
-class EchoRunner:
+def make_echo(tokenizer: Any) -> FakeRunner:
     """Repeats the prompt and ends; a prompt with "forever" in it gets an endless answer."""
+    tick = tokenizer.encode("tick ", add_special_tokens=False)
+    forever = tokenizer.encode("forever", add_special_tokens=False)
 
-    vocab_size = 512
-    max_model_len = 1 << 16
-    cache_layout = CacheLayout(16, (CacheGroup(None, (0,), 4096, 1),))
+    def reply(prompt: Sequence[int]) -> Sequence[int]:
+        size = len(forever)
+        is_endless = any(list(prompt[i : i + size]) == forever for i in range(len(prompt)))
+        return tick * 20_000 if is_endless else list(prompt)
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._end = tokenizer.eos_token_id
-        self._tick = tokenizer.encode("tick ", add_special_tokens=False)
-        self._forever = tokenizer.encode("forever", add_special_tokens=False)
-        self._step_s = float(os.environ.get("FAKE_STEP_S", "0.001"))
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        time.sleep(self._step_s)
-        return StepResult([self._next(entry) if entry.is_sampled else None for entry in plan.entries])
-
-    def _next(self, entry: StepEntry) -> int:
-        prompt = list(entry.tokens[: entry.num_prompt_tokens])
-        position = len(entry.tokens) - entry.num_prompt_tokens
-        size = len(self._forever)
-        if any(prompt[i : i + size] == self._forever for i in range(len(prompt))):
-            return int(self._tick[position % len(self._tick)])
-        return int(prompt[position]) if position < len(prompt) else int(self._end)
-
-    def describe(self) -> dict[str, str]:
-        return {}
-
-    def close(self) -> None:
-        pass
+    return FakeRunner(
+        reply,
+        vocab_size=512,
+        eos_token_id=tokenizer.eos_token_id,
+        num_blocks=4096,
+        step_time=float(os.environ.get("FAKE_STEP_S", "0.001")),
+    )
 
 
 def build_engine(options: terminal.ModelOptions, progress: Callable[[str, float], None] | None) -> aiocb.Engine:
     tokenizer = make_tokenizer(has_template="base" not in options.model)
 
-    def make_runner(_config: aiocb.EngineConfig) -> EchoRunner:
+    def make_runner(_config: aiocb.EngineConfig) -> FakeRunner:
         if progress is not None:
             progress("load", 0.5)
         time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
-        return EchoRunner(tokenizer)
+        return make_echo(tokenizer)
 
-    defaults = ModelDefaults(EchoRunner.vocab_size, EchoRunner.max_model_len, (tokenizer.eos_token_id,))
+    defaults = ModelDefaults(512, 1 << 16, (tokenizer.eos_token_id,))
     return aiocb.Engine.from_runner(make_runner, defaults, tokenizer)
 
 

@@ -12,8 +12,10 @@ from transformers import GenerationConfig
 from aiocb.compat.transformers.manager import ContinuousBatchingManager
 from aiocb.config import EngineConfig
 from aiocb.engine.source import RunnerSource
+from aiocb.outputs import TokenLogprobs
+from aiocb.records import Records
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult, TokenLogprobs
+from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
 
 VOCAB = 100
 MAX_LEN = 200
@@ -53,7 +55,10 @@ class FakeRunner:
         self.is_closed = False
         self.error: Exception | None = None
         self.prompts: list[tuple[int, ...]] = []
-        self._seen: set[int] = set()
+        self.device_type = "cpu"
+        self.depth = 1
+        self.choices = ()
+        self._records = Records()
         self.reached = threading.Condition()
         self.force: Callable[[list[int]], int] = next_token
 
@@ -68,7 +73,10 @@ class FakeRunner:
         with self.reached:
             assert self.reached.wait_for(lambda: self.num_steps >= number, WAIT)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> StepResult:
+        records = self._records.begin(plan)
+        if not plan.entries:
+            return StepResult(())
         with self.reached:
             self.num_steps += 1
             self.reached.notify_all()
@@ -76,18 +84,26 @@ class FakeRunner:
             assert self.permits.acquire(timeout=WAIT)
         if self.error is not None:
             raise self.error
-        for entry in plan.entries:
-            if entry.request_id not in self._seen:
-                self._seen.add(entry.request_id)
-                self.prompts.append(tuple(entry.tokens[: entry.num_prompt_tokens]))
-        tokens = [self.force(list(entry.tokens)) if entry.is_sampled else None for entry in plan.entries]
+        self.prompts += [opened.token_ids[: opened.num_prompt_tokens] for opened in plan.opened]
+        tokens: list[tuple[int, ...]] = [
+            (self.force(list(record.tokens)),) if entry.is_sampled else ()
+            for entry, record in zip(plan.entries, records, strict=True)
+        ]
         logprobs = None
-        if any(entry.sampling.logprobs is not None for entry in plan.entries):
-            logprobs = [None if token is None else TokenLogprobs(token, -token / 10, 1) for token in tokens]
-        return StepResult(tokens, logprobs)
+        if any(record.sampling.logprobs is not None for record in records):
+            logprobs = [tuple(TokenLogprobs(token, -token / 10, 1) for token in one) or None for one in tokens]
+        result = StepResult(tokens, logprobs)
+        self._records.finish(records, result)
+        return result
 
-    def describe(self) -> dict[str, str]:
-        return {}
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle
+
+    def release(self) -> None:
+        self._records.clear()
+
+    def reload_weights(self) -> None:
+        pass
 
     def close(self) -> None:
         self.is_closed = True
@@ -141,7 +157,7 @@ def assert_nothing_left(manager: ContinuousBatchingManager) -> None:
     last = manager._last
     if last is not None:
         core = last.worker.core
-        assert core is None or core.num_requests == 0
+        assert core is None or core.delivery.num_streams == 0
         if core is not None and last.worker.state != "dead":
             core.scheduler.check_invariants()
             assert core.scheduler.num_running == core.scheduler.num_waiting == 0

@@ -24,11 +24,13 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 
 class Runner:
     cache_layout = CacheLayout(4, (CacheGroup(None, (0,), 400, 1),))
-    vocab_size, max_model_len = 10, 1000
-    def execute(self, plan):
-        return StepResult([1 if entry.is_sampled else None for entry in plan.entries])
-    def describe(self):
-        return {}
+    vocab_size, max_model_len, device_type, depth, choices = 10, 1000, "cpu", 1, ()
+    def submit(self, plan):
+        return StepResult([(1,) if entry.is_sampled else () for entry in plan.entries])
+    def collect(self, handle):
+        return handle
+    def release(self):
+        pass
     def close(self):
         print("closed")
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import aiocb
-from aiocb.step import StepEntry
+from aiocb.records import Record
 from aiocb.testing import assert_quiescent, settle
 
 from .helpers import ENDLESS, running, solo, spin
 
 
-def fail_on_13(step: int, entry: StepEntry) -> Exception | None:
-    return aiocb.RequestFailed("unlucky") if entry.tokens[0] == 13 and len(entry.tokens) > 3 else None
+def fail_on_13(step: int, record: Record) -> Exception | None:
+    return aiocb.RequestFailed("unlucky") if record.tokens[0] == 13 and len(record.tokens) > 3 else None
 
 
 async def test_all_in_the_order_given() -> None:

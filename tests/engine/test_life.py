@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import aiocb
+from aiocb.records import Record
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import StepEntry
 from aiocb.testing import FakeRunner, Gate, assert_quiescent, fake_engine, settle
 from aiocb.testing.quiescent import worker_threads
 
@@ -239,8 +239,8 @@ async def test_a_step_that_wedges_is_seen() -> None:
 
 
 async def test_one_request_that_fails_ends_alone() -> None:
-    def fail(step: int, entry: StepEntry) -> Exception | None:
-        return ValueError("this processor raises") if entry.tokens[0] == 13 and step >= 3 else None
+    def fail(step: int, record: Record) -> Exception | None:
+        return ValueError("this processor raises") if record.tokens[0] == 13 and step >= 3 else None
 
     async with running(fail=fail, is_open=False) as setup:
         good = [asyncio.create_task(setup.engine.generate([i], max_new_tokens=20)) for i in (1, 2)]

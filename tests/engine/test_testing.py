@@ -119,7 +119,7 @@ async def test_a_fault_plan() -> None:
     runner = FakeRunner(
         hang_at={2},
         raise_at={4: OSError("broken")},
-        fail=lambda step, entry: aiocb.RequestFailed("planned") if step == 3 and entry.tokens[0] == 7 else None,
+        fail=lambda step, record: aiocb.RequestFailed("planned") if step == 3 and record.tokens[0] == 7 else None,
     )
     async with fake_engine(runner=runner, tokenizer=False, config=CHECKED) as engine:
         good, bad = (engine.stream([first], **ENDLESS) for first in (6, 7))

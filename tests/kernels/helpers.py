@@ -14,7 +14,8 @@ from aiocb.kernels import Library, NativeModel
 from aiocb.kernels.library import FORMATS, ModelConfig, StepArguments
 from aiocb.model.native.runner import PAGE_SIZE, NativeRunner
 from aiocb.sampling_params import ModelDefaults, SamplingParams
-from aiocb.step import NULL_BLOCK, BlockCopy, StepEntry, StepPlan
+from aiocb.step import NULL_BLOCK, BlockCopy
+from tests.steps import Work, execute
 
 Tensor = torch.Tensor
 
@@ -85,7 +86,7 @@ class MiniScheduler:
         self.greedy = greedy()
         self.copies: list[BlockCopy] = []
 
-    def entry(self, request: Request, count: int) -> StepEntry:
+    def entry(self, request: Request, count: int) -> Work:
         if not request.tables:
             request.tables = [[] for _ in self.free]
         end = request.computed + count
@@ -98,7 +99,7 @@ class MiniScheduler:
                         free.append(table[index])
                         table[index] = NULL_BLOCK
         is_sampled = end == len(request.tokens)
-        return StepEntry(
+        return Work(
             request_id=request.id, tokens=request.tokens, num_prompt_tokens=request.num_prompt,
             num_computed_tokens=request.computed, num_new_tokens=count, block_tables=tuple(request.tables),
             num_logits=int(is_sampled), is_sampled=is_sampled, sampling=self.greedy, seed=0,
@@ -113,9 +114,8 @@ class MiniScheduler:
             budget -= count
             entries.append(self.entry(request, count))
             chosen.append((request, count))
-        plan = StepPlan(tuple(entries), sum(c for _, c in chosen), tuple(self.copies))
+        result = execute(self.runner, entries, self.copies)
         self.copies = []
-        result = self.runner.execute(plan)
         for (request, count), token in zip(chosen, result.token_ids, strict=True):
             request.computed += count
             if token is not None:

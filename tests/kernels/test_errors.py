@@ -9,13 +9,10 @@ import torch
 
 from aiocb.errors import RequestFailed
 from aiocb.kernels import KernelError, Library
-from aiocb.step import StepEntry, StepPlan, StepResult
+from aiocb.step import StepResult
 from tests.kernels.helpers import MiniScheduler, Request, native
 from tests.kernels.test_families import make, runner_of
-
-
-def _plan(entry: StepEntry) -> StepPlan:
-    return StepPlan((entry,), entry.num_new_tokens)
+from tests.steps import CallbackSampler, execute
 
 
 def test_wrong_plans(library: Library) -> None:
@@ -35,20 +32,20 @@ def test_wrong_plans(library: Library) -> None:
         "start -1": good._replace(num_computed_tokens=-1, num_new_tokens=1),
         "output 0 is row -1": good._replace(num_new_tokens=1, num_logits=2, is_sampled=False),
     }
-    runner._sampler = lambda *_: StepResult(())
+    runner._sampler = CallbackSampler(lambda *_: StepResult(()))
     for message, entry in wrong.items():
         with pytest.raises(KernelError, match=message):
-            runner.execute(_plan(entry))
+            execute(runner, [entry])
     # A block that fell out of the window may be null; the first one inside may not.
     late = good._replace(tokens=list(range(3, 83)), num_computed_tokens=79, num_new_tokens=1)
-    runner.execute(_plan(late._replace(block_tables=([0, 0, 0, *table[:2]],))))
+    execute(runner, [late._replace(block_tables=([0, 0, 0, *table[:2]],))])
     with pytest.raises(KernelError, match="block 3"):
-        runner.execute(_plan(late._replace(block_tables=([0, 0, 0, 0, table[0]],))))
-    runner.execute(_plan(good))
+        execute(runner, [late._replace(block_tables=([0, 0, 0, 0, table[0]],))])
+    execute(runner, [good])
     runner.close()
     runner.close()
     with pytest.raises(KernelError, match="closed"):
-        runner.execute(_plan(good))
+        execute(runner, [good])
 
 
 def test_unsupported_shapes(library: Library) -> None:
@@ -80,7 +77,7 @@ def test_nan_logits_end_one_request(library: Library) -> None:
     entries = tuple(
         scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate([[5, 6], [5, 7], [9]])
     )
-    result = runner.execute(StepPlan(entries, 5))
+    result = execute(runner, entries)
     assert result.token_ids[1] is None
     assert result.token_ids[0] is not None
     assert result.token_ids[2] is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from aiocb.kernels import KernelError, Library, NativeModel
 from aiocb.kernels.library import FORMATS
 from aiocb.model.native.runner import NativeRunner
-from aiocb.step import StepPlan, StepResult
+from aiocb.records import Record
+from aiocb.step import StepEntry, StepResult
 from tests.kernels.helpers import MiniScheduler, Request, Rows, native, step_arguments
 from tests.kernels.test_families import make, prompts_of, runner_of
 from tests.kernels.test_invariance import _record
+from tests.steps import CallbackSampler, execute
 
 Tensor = torch.Tensor
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
@@ -32,13 +35,13 @@ def logits_of(runner: NativeRunner, prompt: list[int]) -> Tensor:
     """Logits of every token of a prompt."""
     kept: list[Tensor] = []
 
-    def keep(logits: Tensor, plan: StepPlan) -> StepResult:
+    def keep(logits: Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
         kept.append(logits.clone())
-        return StepResult([None] * len(plan.entries))
+        return StepResult([()] * len(entries))
 
-    runner._sampler = keep
+    runner._sampler = CallbackSampler(keep)
     entry = MiniScheduler(runner).entry(Request(0, prompt, 1), len(prompt))
-    runner.execute(StepPlan((entry._replace(num_logits=len(prompt), is_sampled=False),), len(prompt)))
+    execute(runner, [entry._replace(num_logits=len(prompt), is_sampled=False)])
     return kept[0]
 
 
@@ -130,9 +133,9 @@ def test_a_row_of_nan_ends_its_own_request(library: Library, level: str) -> None
     scheduler = MiniScheduler(runner)
     prompts = [[5, 6], [5, 7], [9]]
     entries = [scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate(prompts)]
-    result = runner.execute(StepPlan(tuple(entries), 5))
+    result = execute(runner, entries)
     assert result.errors is not None and list(result.errors) == [1]
-    alone = runner.execute(StepPlan((entries[0], entries[2]), 3)).token_ids
+    alone = execute(runner, [entries[0], entries[2]]).token_ids
     assert [result.token_ids[0], result.token_ids[2]] == list(alone)
     runner.close()
 

@@ -215,7 +215,7 @@ def test_smoothing_helps_where_a_channel_is_large(library: Library, monkeypatch:
     for smoothing in (0.0, native_int8._SMOOTHING):
         monkeypatch.setattr(native_int8, "_SMOOTHING", smoothing)
         runner = runner_of(model, library=library, quantization="int8")
-        errors.append(float(runner.describe()["parity"].split()[2]))
+        errors.append(float(runner.notes["parity"].split()[2]))
         runner.close()
     assert errors[1] < 0.8 * errors[0]
 

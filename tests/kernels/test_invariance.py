@@ -116,5 +116,5 @@ def test_blocks_move_out_and_back(library: Library) -> None:
 
 def test_an_empty_plan_does_nothing(library: Library) -> None:
     runner = runner_of(make("llama"), library=library)
-    assert list(runner.execute(StepPlan((), 0)).token_ids) == []
+    assert list(runner.submit(StepPlan((), 0)).token_ids) == []
     runner.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,32 +14,36 @@ from aiocb.errors import ConfigError, RequestFailed
 from aiocb.kernels import Library
 from aiocb.model.native.runner import NativeRunner, create_native_runner
 from aiocb.model.native.sampling import NativeSampler
+from aiocb.records import Record
 from aiocb.sampling import Sampler
 from aiocb.sampling_params import SamplingParams
 from aiocb.step import StepEntry, StepPlan, StepResult
 from tests.kernels.helpers import MiniScheduler, Request
 from tests.kernels.test_families import make, runner_of
 from tests.sampling.helpers import params
+from tests.steps import Work, execute
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
 
 
-class Spy:
+class Spy(Sampler):
     """A sampler that remembers what it was shown; its token is always 1."""
 
     def __init__(self) -> None:
-        self.plans: list[tuple[torch.Tensor, StepPlan]] = []
-        self.released: list[int] = []
+        super().__init__(131)
+        self.steps: list[tuple[torch.Tensor, list[int]]] = []
+        self.num_forgotten = 0
 
-    def __call__(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
-        self.plans.append((logits.clone(), plan))
-        return StepResult([1 if entry.is_sampled else None for entry in plan.entries])
+    def __call__(self, logits: torch.Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
+        assert [entry.request_id for entry in entries] == [record.request_id for record in records]
+        self.steps.append((logits.clone(), [entry.request_id for entry in entries]))
+        return StepResult([(1,) if entry.is_sampled else () for entry in entries])
 
-    def release(self, request_ids: Iterable[int]) -> None:
-        self.released.extend(request_ids)
+    def forget(self) -> None:
+        self.num_forgotten += 1
 
 
-def entries_of(runner: NativeRunner, *samplings: SamplingParams | None) -> list[StepEntry]:
+def entries_of(runner: NativeRunner, *samplings: SamplingParams | None) -> list[Work]:
     scheduler = MiniScheduler(runner)
     entries = [
         scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate(PROMPTS[: len(samplings)])
@@ -50,11 +54,6 @@ def entries_of(runner: NativeRunner, *samplings: SamplingParams | None) -> list[
     ]
 
 
-def plan_of(entries: Iterable[StepEntry], *released: int) -> StepPlan:
-    listed = tuple(entries)
-    return StepPlan(listed, sum(entry.num_new_tokens for entry in listed), (), released)
-
-
 def test_only_what_is_not_plain_gets_logits(library: Library) -> None:
     model, spy = make("llama"), Spy()
     runner = runner_of(model, library=library)
@@ -63,13 +62,12 @@ def test_only_what_is_not_plain_gets_logits(library: Library) -> None:
     entries = entries_of(runner, None, sampled, None)
     plain = params(131, temperature=0.0)
     others = [entry._replace(request_id=10 + at, sampling=plain) for at, entry in enumerate(entries)]
-    greedy = runner.execute(plan_of(others)).token_ids
-    assert not spy.plans
-    result = runner.execute(plan_of(entries))
+    greedy = execute(runner, others).token_ids
+    assert not spy.steps
+    result = execute(runner, entries)
     assert list(result.token_ids) == [greedy[0], 1, greedy[2]]
-    ((logits, plan),) = spy.plans
-    assert plan.entries == (entries[1],)
-    assert plan.num_tokens == 2
+    ((logits, request_ids),) = spy.steps
+    assert request_ids == [1]
     with torch.no_grad():
         expected = model(torch.tensor([PROMPTS[1]])).logits[0, -1:]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
@@ -84,12 +82,12 @@ def test_prompt_rows_go_to_the_sampler(library: Library) -> None:
     entries = entries_of(runner, None, None, None)
     entries[0] = entries[0]._replace(num_logits=3)
     entries[2] = entries[2]._replace(num_logits=1, is_sampled=False, sampling=params(131, prompt_logprobs=0))
-    result = runner.execute(plan_of(entries))
+    result = execute(runner, entries)
     assert result.token_ids[0] == 1
     assert result.token_ids[1] not in (None, 1)
     assert result.token_ids[2] is None
-    ((logits, plan),) = spy.plans
-    assert plan.entries == (entries[0], entries[2])
+    ((logits, request_ids),) = spy.steps
+    assert request_ids == [0, 2]
     with torch.no_grad():
         expected = torch.cat(
             [model(torch.tensor([PROMPTS[0]])).logits[0, 1:], model(torch.tensor([PROMPTS[2]])).logits[0, -1:]]
@@ -98,13 +96,35 @@ def test_prompt_rows_go_to_the_sampler(library: Library) -> None:
     runner.close()
 
 
-def test_released_requests_reach_the_sampler(library: Library) -> None:
+def test_closed_requests_are_forgotten_by_runner_and_sampler(library: Library) -> None:
     spy = Spy()
     runner = runner_of(make("llama"), library=library)
     runner._sampler = spy
-    runner.execute(plan_of(entries_of(runner, None), 7, 8))
-    runner.execute(plan_of((), 9))
-    assert spy.released == [7, 8, 9]
+    (work,) = entries_of(runner, None)
+    runner.submit(StepPlan((work.entry(),), work.num_new_tokens, (work.opened(),)))
+    assert len(runner._records) == 1 and spy.num_forgotten == 0
+    assert runner.submit(StepPlan((), 0, closed=(work.request_id,))) == StepResult(())
+    assert len(runner._records) == 0 and spy.num_forgotten == 1
+    runner.submit(StepPlan((work.entry(),), work.num_new_tokens, (work.opened(),)))
+    runner.release()
+    assert len(runner._records) == 0 and spy.num_forgotten == 2
+    runner.close()
+
+
+def test_a_record_grows_with_what_was_returned(library: Library) -> None:
+    """Steady decoding names neither tokens nor blocks."""
+    model = make("llama")
+    runner = runner_of(model, library=library)
+    (work,) = entries_of(runner, None)
+    tokens = [*work.tokens]
+    plan = StepPlan((work.entry(),), work.num_new_tokens, (work.opened(),))
+    for _ in range(5):
+        tokens += runner.collect(runner.submit(plan)).token_ids[0]
+        plan = StepPlan((StepEntry(work.request_id, len(tokens) - 1, 1, 1, True),), 1)
+    ids = torch.tensor([work.tokens])
+    for _ in range(5):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    assert tokens == ids[0].tolist()
     runner.close()
 
 
@@ -113,7 +133,7 @@ def test_one_nan_among_the_logits_fails_the_request(library: Library, level: str
     with torch.no_grad():
         model.lm_head.weight[130] = float("nan")  # the last column of an uneven panel
     runner = runner_of(model, library=library, level=level, probe=False)
-    result = runner.execute(plan_of(entries_of(runner, None, None, None)))
+    result = execute(runner, entries_of(runner, None, None, None))
     assert result.errors is not None
     assert len(result.errors) == 3
     assert all("NaN" in str(error) and isinstance(error, RequestFailed) for error in result.errors.values())
@@ -146,11 +166,12 @@ def test_weights_are_read_again(library: Library, name: str) -> None:
         for parameter in model.parameters():
             parameter.data.mul_(0.7)
     runner.reload_weights()
-    runner.execute(plan_of(logged))
+    execute(runner, logged)
     fresh = runner_of(model, library=library)
-    fresh._sampler = Spy()
-    fresh.execute(plan_of(logged))
-    assert torch.equal(spy.plans[0][0], fresh._sampler.plans[0][0])
+    other = Spy()
+    fresh._sampler = other
+    execute(fresh, logged)
+    assert torch.equal(spy.steps[0][0], other.steps[0][0])
     fresh.close()
     with torch.no_grad():
         model.resize_token_embeddings(140)
@@ -161,10 +182,10 @@ def test_weights_are_read_again(library: Library, name: str) -> None:
 
 def test_freed_weights_are_not_read_again(library: Library) -> None:
     runner = runner_of(make("llama"), library=library, own_model=True)
-    before = runner.execute(plan_of(entries_of(runner, None, None))).token_ids
+    before = execute(runner, entries_of(runner, None, None)).token_ids
     assert not runner.has_module
     runner.reload_weights()
-    assert runner.execute(plan_of(entries_of(runner, None, None))).token_ids == before
+    assert execute(runner, entries_of(runner, None, None)).token_ids == before
     runner.close()
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from aiocb.records import Record
 from aiocb.sampling_params import ModelDefaults, SamplingParams
-from aiocb.step import NULL_BLOCK, CacheLayout, Runner, StepEntry, StepPlan, StepResult
+from aiocb.step import NULL_BLOCK, CacheLayout, Runner, StepEntry, StepResult
+from tests.steps import CallbackSampler, Work, execute
 
 VOCAB = 128
 GREEDY = SamplingParams().resolve(ModelDefaults(VOCAB, 1024))
@@ -131,11 +133,14 @@ def generate(model: PreTrainedModel, tokens: Sequence[int], num_new: int) -> lis
     return [int(token) for token in out[0, len(tokens) :]]
 
 
-def argmax_sampler(logits: Tensor, plan: StepPlan) -> StepResult:
+def sample_argmax(logits: Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
     """The most likely token of each sampled entry."""
-    ends = itertools.accumulate(entry.num_logits for entry in plan.entries)
+    ends = itertools.accumulate(entry.num_logits for entry in entries)
     best = logits.float().argmax(-1).tolist() if len(logits) else []
-    return StepResult([best[end - 1] if entry.is_sampled else None for entry, end in zip(plan.entries, ends)])
+    return StepResult([(best[end - 1],) if entry.is_sampled else () for entry, end in zip(entries, ends)])
+
+
+argmax_sampler = CallbackSampler(sample_argmax)
 
 
 class ManualSequence:
@@ -207,7 +212,7 @@ class ManualScheduler:
             self._grow(sequence, sequence.num_computed + count)
             is_last = sequence.num_computed + count == len(sequence.tokens)
             entries.append(
-                StepEntry(
+                Work(
                     sequence.id,
                     sequence.tokens,
                     sequence.num_prompt_tokens,
@@ -224,7 +229,7 @@ class ManualScheduler:
         self.step_number += 1
         if not entries:
             return any(len(sequence.tokens) < sequence.stop for sequence in self.sequences)
-        result = self.runner.execute(StepPlan(tuple(entries), sum(entry.num_new_tokens for entry in entries)))
+        result = execute(self.runner, entries)
         for (sequence, count), token in zip(running, result.token_ids):
             sequence.num_computed += count
             if token is not None:

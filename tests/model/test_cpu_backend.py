@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, load
 from aiocb.model.build import build_runner
 from aiocb.model.eager.runner import TorchRunner
-from aiocb.step import StepEntry, StepPlan, StepResult
+from aiocb.records import Record
+from aiocb.step import StepEntry, StepResult
+from tests.steps import CallbackSampler, Work, described, execute
 
 from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, tiny
 
@@ -50,8 +53,8 @@ def test_tokens_equal_generate(name: str) -> None:
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     expected = [generate(model, tokens, NUM_NEW) for tokens in prompts]
     runner = build(model)
-    assert runner.describe()["attention"].startswith("cpu")
-    assert runner.describe()["linears"].startswith("native")
+    assert described(runner)["attention"].startswith("cpu")
+    assert described(runner)["linears"].startswith("native")
     assert run(runner, prompts[0]) == expected[:1]
     assert run(runner, *prompts) == expected
     assert run(runner, *prompts, chunk=6, budget=13) == expected
@@ -123,13 +126,13 @@ def _logits(model: PreTrainedModel, chunk: int, *prompts: list[int]) -> torch.Te
     """Logits of the first prompt's sampled rows."""
     rows: list[torch.Tensor] = []
 
-    def sample(logits: torch.Tensor, plan: StepPlan) -> StepResult:
-        sampled = [entry.request_id for entry in plan.entries if entry.num_logits]
+    def sample(logits: torch.Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
+        sampled = [entry.request_id for entry in entries if entry.num_logits]
         if 0 in sampled:
             rows.append(logits[sampled.index(0)].clone())
-        return argmax_sampler(logits, plan)
+        return argmax_sampler(logits, entries, records)
 
-    run(build(model, sample), *prompts, num_new=4, chunk=chunk)
+    run(build(model, CallbackSampler(sample)), *prompts, num_new=4, chunk=chunk)
     return torch.stack(rows)
 
 
@@ -159,17 +162,17 @@ class TestTheModelIsTheUsers:
         assert torch.equal(model(ids).logits, before)
 
     def test_it_is_untouched_after_a_failure(self) -> None:
-        def fail(logits: torch.Tensor, plan: StepPlan) -> StepResult:
+        def fail(logits: torch.Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
             raise ValueError("sampler")
 
         model = tiny("opt")
-        runner = build(model, fail)
+        runner = build(model, CallbackSampler(fail))
         attributes = [set(vars(module)) for module in model.modules()]
         with pytest.raises(ValueError, match="sampler"):
             run(runner, prompt(9))
-        entry = StepEntry(0, prompt(9), 9, 0, 9, ([60, 99],), 1, True, GREEDY, 0)
+        entry = Work(0, prompt(9), 9, 0, 9, ([60, 99],), 1, True, GREEDY, 0)
         with pytest.raises(Exception, match="slot|block"):
-            runner.execute(StepPlan((entry._replace(block_tables=([9999],)),), 9))
+            execute(runner, [entry._replace(block_tables=([9999],))])
         assert attributes == [set(vars(module)) for module in model.modules()]
 
     def test_new_weights_are_used_after_a_reload(self) -> None:
@@ -186,14 +189,14 @@ class TestTheModelIsTheUsers:
 
 class TestChoices:
     def test_plain_torch_is_still_there(self) -> None:
-        notes = build(tiny("phi"), attention="sdpa", native=False).describe()
+        notes = described(build(tiny("phi"), attention="sdpa", native=False))
         assert notes["attention"].startswith("sdpa")
         assert notes["linears"] == "torch (native=False)"
-        assert build(tiny("phi"), native=False).describe()["attention"].startswith("sdpa")
+        assert described(build(tiny("phi"), native=False))["attention"].startswith("sdpa")
 
     def test_what_native_attention_cannot_do_says_why(self) -> None:
         model = tiny("deepseek_v3")
-        notes = build(model).describe()
+        notes = described(build(model))
         assert notes["attention"].startswith("sdpa")
         assert "gathered" in notes["attention"]
         assert notes["linears"].startswith("native")
@@ -201,11 +204,11 @@ class TestChoices:
             build(model, attention="cpu")
 
     def test_odd_heads_are_refused(self) -> None:
-        notes = build(tiny("llama", head_dim=24)).describe()
+        notes = described(build(tiny("llama", head_dim=24)))
         assert "not a multiple of 16" in notes["attention"]
 
     def test_other_page_sizes_are_refused(self) -> None:
-        assert "pages of 16" in build(tiny("phi"), page_size=8).describe()["attention"]
+        assert "pages of 16" in described(build(tiny("phi"), page_size=8))["attention"]
 
     def test_a_family_can_be_forced_to_be_generic(self) -> None:
         model = tiny("gemma2")

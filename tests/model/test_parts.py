@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,30 @@ from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.build import build_runner, model_defaults
 from aiocb.model.eager.adapter import ModelAdapter
-from aiocb.model.eager.batch import pack
+from aiocb.model.eager.batch import PackedStep, pack
 from aiocb.model.eager.handlers import NotPlainError
 from aiocb.model.eager.masks import MaskKind, kind_of
 from aiocb.model.kv import choose_cache_size
+from aiocb.records import Record, Records
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult
+from tests.steps import CallbackSampler, Work, execute
 
 from .helpers import GREEDY, VOCAB, ManualScheduler, argmax_sampler, generate, prompt, tiny
 
 CPU = torch.device("cpu")
 
 
-def entry(number: int, computed: int, new: int, tables: tuple[list[int], ...], num_logits: int = 1) -> StepEntry:
+def work(number: int, computed: int, new: int, tables: tuple[list[int], ...], num_logits: int = 1) -> Work:
     tokens = list(range(100 * number, 100 * number + computed + new))
-    return StepEntry(number, tokens, computed + new, computed, new, tables, num_logits, True, GREEDY, 0)
+    return Work(number, tokens, computed + new, computed, new, tables, num_logits, True, GREEDY, 0)
+
+
+def packed_of(works: Sequence[Work], layout: CacheLayout) -> PackedStep:
+    records = Records(len(layout.groups)).begin(
+        StepPlan(tuple(one.entry() for one in works), 0, tuple(one.opened() for one in works))
+    )
+    return pack([one.entry() for one in works], records, layout, CPU, torch.float32)
 
 
 class TestPack:
@@ -37,12 +47,12 @@ class TestPack:
 
     def test_decodes_come_first_and_logits_in_the_order_of_the_plan(self) -> None:
         entries = (
-            entry(1, 0, 5, ([1, 2], [11, 12]), num_logits=2),
-            entry(2, 9, 1, ([3, 4, 5], [0, 14, 15])),
-            entry(3, 4, 3, ([6, 7], [16, 17]), num_logits=0),
-            entry(4, 0, 1, ([8], [18])),
+            work(1, 0, 5, ([1, 2], [11, 12]), num_logits=2),
+            work(2, 9, 1, ([3, 4, 5], [0, 14, 15])),
+            work(3, 4, 3, ([6, 7], [16, 17]), num_logits=0),
+            work(4, 0, 1, ([8], [18])),
         )
-        packed = pack(StepPlan(entries, 10), self.LAYOUT, CPU, torch.float32)
+        packed = packed_of(entries, self.LAYOUT)
         assert packed.input_ids.tolist() == [[209, 400, 100, 101, 102, 103, 104, 304, 305, 306]]
         assert packed.positions.tolist() == [[9, 0, 0, 1, 2, 3, 4, 4, 5, 6]]
         assert packed.logit_rows.tolist() == [5, 6, 0, 1]
@@ -58,7 +68,7 @@ class TestPack:
 
     def test_short_table_is_refused(self) -> None:
         with pytest.raises(ValueError, match="shorter"):
-            pack(StepPlan((entry(1, 4, 5, ([1, 2], [3, 4])),), 5), self.LAYOUT, CPU, torch.float32)
+            packed_of([work(1, 4, 5, ([1, 2], [3, 4]))], self.LAYOUT)
 
     def test_random_plans_name_the_right_slots(self) -> None:
         random = np.random.default_rng(0)
@@ -67,8 +77,8 @@ class TestPack:
             for number in range(int(random.integers(1, 9))):
                 computed, new = int(random.integers(0, 30)), int(random.choice([1, 1, 3, 9]))
                 table = [int(block) for block in random.integers(1, 32, -(-(computed + new) // 4))]
-                entries.append(entry(number, computed, new, (table, table)))
-            packed = pack(StepPlan(tuple(entries), 0), self.LAYOUT, CPU, torch.float32)
+                entries.append(work(number, computed, new, (table, table)))
+            packed = packed_of(entries, self.LAYOUT)
             rows = [one for one in entries if one.num_new_tokens == 1] + [
                 one for one in entries if one.num_new_tokens != 1
             ]
@@ -143,13 +153,13 @@ class TestBuild:
     def test_a_step_has_the_threads_that_were_configured(self) -> None:
         seen = []
 
-        def sampler(logits: torch.Tensor, plan: StepPlan) -> StepResult:
+        def sampler(logits: torch.Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
             seen.append(torch.get_num_threads())
-            return argmax_sampler(logits, plan)
+            return argmax_sampler(logits, entries, records)
 
         before = torch.get_num_threads()
         runner, _ = build_runner(tiny("llama"), EngineConfig(native=False, num_blocks=64, num_threads=before + 1),
-                                 sampler=sampler)  # fmt: skip
+                                 sampler=CallbackSampler(sampler))  # fmt: skip
         scheduler = ManualScheduler(runner)
         scheduler.add(prompt(9), 2)
         scheduler.run()
@@ -163,10 +173,9 @@ class TestBuild:
             scheduler.add(prompt(9 + index), 6)
         assert scheduler.run() == [generate(model, prompt(9 + index), 6) for index in range(3)]
         sampling = SamplingParams(temperature=1.0, top_p=0.9).resolve(ModelDefaults(VOCAB, 512))
-        one = StepEntry(9, prompt(5), 5, 0, 5, ([1],), 1, True, sampling, 3)
-        first, second = (runner.execute(StepPlan((one,), 5)).token_ids for _ in range(2))
-        assert list(first) == list(second) and first[0] is not None
-        assert runner.execute(StepPlan((), 0, released_ids=(9,))).token_ids == []
+        one = Work(9, prompt(5), 5, 0, 5, ([1],), 1, True, sampling, 3)
+        first, second = (execute(runner, [one]).token_ids for _ in range(2))
+        assert first == second and first[0] is not None
         assert {"runner", "attention", "page_size", "num_blocks", "parity", "max_model_len"} <= {
             choice.name for choice in choices
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from transformers import PreTrainedModel
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.eager.adapter import ATTENTION_NAME, ModelAdapter
-from aiocb.model.eager.runner import Sampler, TorchRunner
+from aiocb.model.eager.runner import TorchRunner
+from aiocb.records import Record
+from aiocb.sampling.sampler import Sampler
 from aiocb.step import BlockCopy, StepEntry, StepPlan, StepResult
+from tests.steps import CallbackSampler, Work, execute
 
 from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, tiny
 
@@ -24,11 +28,11 @@ def build(model: PreTrainedModel, **config: Any) -> TorchRunner:
 
 
 def recording_sampler(rows: list[torch.Tensor]) -> Sampler:
-    def sample(logits: torch.Tensor, plan: StepPlan) -> StepResult:
+    def sample(logits: torch.Tensor, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
         rows.append(logits.clone())
-        return argmax_sampler(logits, plan)
+        return argmax_sampler(logits, entries, records)
 
-    return sample
+    return CallbackSampler(sample)
 
 
 def run(runner: TorchRunner, tokens: list[int], num_new: int, chunk: int = 1 << 30) -> list[int]:
@@ -230,14 +234,14 @@ def test_block_copies_happen_before_the_step() -> None:
     assert first.output == expected
     # The last, partial block of the first request becomes block 50 of a second one.
     forked = tuple([*table[:2], 50] for table in tables)
-    entry = StepEntry(9, tokens, 10, 9, 1, forked, 1, True, GREEDY, 0)
+    entry = Work(9, tokens, 10, 9, 1, forked, 1, True, GREEDY, 0)
     copies = tuple(BlockCopy(group, 3, 50) for group in range(2))
-    assert list(runner.execute(StepPlan((entry,), 1, copies)).token_ids) == expected
+    assert execute(runner, [entry], copies).token_ids == expected
 
 
 def test_empty_plan() -> None:
     runner = build(tiny("llama"))
-    assert list(runner.execute(StepPlan((), 0)).token_ids) == []
+    assert list(runner.submit(StepPlan((), 0)).token_ids) == []
 
 
 def test_several_logit_rows_per_entry() -> None:
@@ -251,11 +255,11 @@ def test_several_logit_rows_per_entry() -> None:
     )
     a, b = prompt(9), prompt(6, 1)
     entries = (
-        StepEntry(0, a, 9, 0, 9, ([1, 2, 3],), 4, True, GREEDY, 0),
-        StepEntry(1, b, 6, 0, 1, ([4],), 0, False, GREEDY, 0),
-        StepEntry(2, b, 6, 0, 6, ([5, 6],), 6, False, GREEDY, 0),
+        Work(0, a, 9, 0, 9, ([1, 2, 3],), 4, True, GREEDY, 0),
+        Work(1, b, 6, 0, 1, ([4],), 0, False, GREEDY, 0),
+        Work(2, b, 6, 0, 6, ([5, 6],), 6, False, GREEDY, 0),
     )
-    runner.execute(StepPlan(entries, 16))
+    execute(runner, entries)
     expected = torch.cat([model(torch.tensor([a])).logits[0, -4:], model(torch.tensor([b])).logits[0]])
     torch.testing.assert_close(rows[-1], expected, atol=1e-5, rtol=1e-4)
 

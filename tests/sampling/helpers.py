@@ -49,7 +49,12 @@ class Request:
         self.record.tokens = self.tokens
 
     def entry(
-        self, num_logits: int = 1, *, is_sampled: bool = True, num_computed: int | None = None, num_new: int | None = None
+        self,
+        num_logits: int = 1,
+        *,
+        is_sampled: bool = True,
+        num_computed: int | None = None,
+        num_new: int | None = None,
     ) -> tuple[StepEntry, Record]:
         self.record.tokens = self.tokens
         start = len(self.tokens) - 1 if num_computed is None else num_computed

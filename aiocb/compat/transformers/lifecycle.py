@@ -352,7 +352,7 @@ class Lifecycle:
             self._router.is_running = self.is_running()
             self._changed.notify_all()
             if self._last is not None:
-                self._last.bridge.room.notify_all()
+                self._last.bridge.moved.notify_all()
             self._router.notify_all()
 
     @property

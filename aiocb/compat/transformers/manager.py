@@ -271,7 +271,7 @@ class ContinuousBatchingManager(Lifecycle):
                     self._buffered.append(ticket)
                     return True
                 if plan is not None:
-                    if session.has_room(len(ticket.records)):
+                    if session.room.has_room(len(ticket.records)):
                         self._router.register(ticket.records)
                         session.submit(ticket, plan)
                         return True

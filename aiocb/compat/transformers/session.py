@@ -1,6 +1,6 @@
 """One life of the engine for plain threads: the worker and core of `aiocb.engine`, with a bridge that needs no loop.
 
-Any thread, except `ThreadBridge.post`, `_build` and `_release` (worker thread).
+Any thread, except `ThreadBridge.post`, `_open` and `_close` (worker thread).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aiocb.compat.transformers.router import Record, Router
 from aiocb.engine.admission import Plan, StreamSpec, plan_request
 from aiocb.engine.core import EngineCore
+from aiocb.engine.life import Life
 from aiocb.engine.output import Submission
-from aiocb.engine.session import Session
 from aiocb.engine.slot import Delta, End, Lane, Slot
 from aiocb.outputs import RequestMetrics, Usage
 from aiocb.sampling_params import SamplingParams
@@ -22,6 +22,7 @@ from aiocb.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from aiocb.compat.transformers.parameters import Parameters
     from aiocb.config import EngineConfig
+    from aiocb.engine.room import Line
     from aiocb.engine.source import Source
 
 __all__ = ["ThreadSession", "Ticket"]
@@ -61,13 +62,19 @@ class ThreadLane(Lane):
 
 
 class ThreadBridge:
-    """A `Bridge` that hands each step's deliveries to a `Router`, in the worker thread."""
+    """A `Bridge` that hands each step's deltas to a `Router`, in the worker thread.
 
-    def __init__(self, router: Router) -> None:
-        self.num_submitted = 0
+    Attributes:
+        line: for the bounded queue; used with the router's lock held.
+        moved: notified when the queue has moved on, or the session has ended.
+        num_waiting: threads that wait for that.
+    """
+
+    def __init__(self, router: Router, line: Line) -> None:
+        self.line = line
         self.num_waiting = 0
         self.outbox: list[Delta] = []
-        self.room = threading.Condition(router.lock)
+        self.moved = threading.Condition(router.lock)
         self._router = router
 
     @property
@@ -78,8 +85,8 @@ class ThreadBridge:
     def post(self, batch: list[Delta]) -> bool:
         """Deliver; True, because the readers are threads of this process."""
         if self.num_waiting:
-            with self.room:
-                self.room.notify_all()
+            with self.moved:
+                self.moved.notify_all()
         if batch:
             self._router.deliver([(_record(lane), tokens, logprobs, end) for lane, tokens, _, logprobs, end in batch])
         return True
@@ -91,11 +98,11 @@ class ThreadBridge:
         """Nobody is parked on a slot."""
 
 
-class ThreadSession(Session):
-    """A session that threads open, submit to and hold.
+class ThreadSession(Life):
+    """A life that threads open, submit to and hold.
 
     Args:
-        source, config: as for `Session`.
+        source, config: as for `Life`.
         router: where outputs go.
         on_exit: called in the worker thread as its last act.
 
@@ -107,7 +114,7 @@ class ThreadSession(Session):
         self, source: Source, config: EngineConfig, router: Router, on_exit: Callable[[ThreadSession], None]
     ) -> None:
         super().__init__(source, config)
-        self.bridge = ThreadBridge(router)
+        self.bridge = ThreadBridge(router, self.room.open_line())
         self._ready = threading.Event()
         self._listener = on_exit
         self._lock = router.lock
@@ -122,7 +129,7 @@ class ThreadSession(Session):
             ConfigError: the model or the settings cannot work.
             Exception: whatever building the runner raised.
         """
-        self.worker.start(lambda _error: self._ready.set(), self._on_exit)
+        self.worker.start(lambda _error: self._ready.set(), lambda: self._listener(self))
         try:
             self._ready.wait()
         except BaseException:
@@ -133,21 +140,13 @@ class ThreadSession(Session):
             self.worker.join()
             raise error
 
-    def _build(self) -> EngineCore:
+    def _open(self) -> EngineCore:
         self._mode.enter()
-        try:
-            return super()._build()
-        except BaseException:
-            self._mode.leave()
-            raise
+        return super()._open()
 
-    def _release(self, core: EngineCore) -> None:
+    def _close(self) -> None:
         self._mode.leave()
-        super()._release(core)
-
-    def _on_exit(self) -> None:
-        super()._on_exit()
-        self._listener(self)
+        super()._close()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,7 +175,7 @@ class ThreadSession(Session):
             end = End("length", None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
             self.bridge.post([Delta(lane, (), "", None, end) for lane in lanes])
             return
-        self.bridge.num_submitted += len(lanes)
+        self.bridge.line.enter(len(lanes))
         age = time.perf_counter() - ticket.records[0].created_time
         submission = Submission(
             slot,
@@ -193,19 +192,12 @@ class ThreadSession(Session):
         """End a request at the next step; its last output says so."""
         self.put((EngineCore.abort, slot))
 
-    def has_room(self, count: int) -> bool:
-        """Whether the bounded queue has room for `count` more sequences."""
-        limit, core = self.config.max_queue_size, self.worker.core
-        if not limit or core is None:
-            return True
-        return self.bridge.num_submitted - core.recorder.num_left_queue + count <= limit
-
     def wait_for_room(self, timeout: float | None) -> None:
         """Wait, with the router's lock held, until the queue has moved on, the session ends or the time is over."""
         self.bridge.num_waiting += 1
         try:
             self.put((EngineCore.watch_room, self.bridge))
-            self.bridge.room.wait(timeout)
+            self.bridge.moved.wait(timeout)
         finally:
             self.bridge.num_waiting -= 1
 
