@@ -106,6 +106,7 @@ class Stream:
         """
         slot = self._slot
         if slot is not None and slot.num_open and asyncio.get_running_loop() is not self._loop:
+            self._raise_if_foreign()
             raise EngineError("a stream is read in the event loop that it was opened in: open it where it is read")
         if slot is not None and slot.ready and not slot.is_closed:
             chunk = self._take(slot)
@@ -126,8 +127,7 @@ class Stream:
                         return chunk
                 if slot.num_open == 0 and not slot.ready:
                     raise StopAsyncIteration
-                assert self._session is not None
-                self._session.raise_if_foreign()
+                self._raise_if_foreign()
                 # The data stays in the slot: a cancelled wait loses nothing.
                 waiter = asyncio.get_running_loop().create_future()
                 slot.waiter = waiter
@@ -346,6 +346,10 @@ class Stream:
                 on_end()
             else:
                 slot.on_end = on_end
+
+    def _raise_if_foreign(self) -> None:
+        assert self._session is not None
+        self._session.raise_if_foreign()
 
     def _put(self, command: Command) -> None:
         assert self._session is not None

@@ -21,6 +21,7 @@ itself. The running request of the highest rank can thus take all blocks and alw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 
 from aiocb.cache.manager import CacheManager
 from aiocb.config import SchedulerType
@@ -280,33 +281,34 @@ class Scheduler:
         # A copy: preemption changes the original.
         candidates = list(decoding.values())
         has_excess = len(candidates) > limit
-        is_ahead = bool(self._flights)
-        new, cache, drafter = _new, self.cache, self._drafter
+        is_special = bool(self._flights) or self._drafter is not None
         spare = limit - len(candidates)  # tokens that nobody needs for his next one
+        new, entry_type = _new, StepEntry
         for request in candidates:
             if has_excess and len(entries) - start >= limit:
                 break
             position = request.num_scheduled_tokens
-            if is_ahead and position != len(request.tokens) - 1 and not self._can_run_ahead(request):
-                continue
-            if drafter is not None and spare > 0 and (num_drafts := self._add_drafts(request, drafter, draft, spare)):
-                spare -= num_drafts
-                continue
+            if is_special:
+                if position != len(request.tokens) - 1 and not self._can_run_ahead(request):
+                    continue
+                if num_drafts := self._add_drafts(request, draft, spare):
+                    spare -= num_drafts
+                    continue
             block_start: int = 0
             blocks: tuple[tuple[int, ...], ...] = ()
             # A request that an earlier one of this loop has preempted has no capacity left.
             if position >= request.capacity:
                 if not self._make_room(request, position + 1, draft):
                     continue
-                block_start, blocks = cache.new_blocks(request)
+                block_start, blocks = self.cache.new_blocks(request)
             request.num_scheduled_tokens = position + 1
             requests.append(request)
-            entries.append(new(StepEntry, (request.id, position, 1, 1, True, (), block_start, blocks, ())))
+            entries.append(new(entry_type, (request.id, position, 1, 1, True, (), block_start, blocks, ())))
         if has_excess:
             # Resumed requests can exceed the seats: those that got one now stand at the end of the line.
             for request in requests[start:]:
                 decoding[request.id] = decoding.pop(request.id)
-        if draft.has_preempted or drafter is not None:
+        if draft.has_preempted or is_special:
             draft.recount()
         else:
             draft.budget -= len(entries) - start
@@ -318,14 +320,14 @@ class Scheduler:
         position = request.num_scheduled_tokens
         return position == len(request.tokens) and position <= request.max_tokens - 2
 
-    def _add_drafts(self, request: Request, drafter: Drafter, draft: Draft, spare: int) -> int:
+    def _add_drafts(self, request: Request, draft: Draft, spare: int) -> int:
         """Let the step verify what the drafter proposes; returns how many drafts: 0 when there are, or fit, none."""
         position, num_tokens = request.num_scheduled_tokens, len(request.tokens)
         # One more token than there are drafts is sampled, and the last one of all is never computed.
         most = min(request.max_tokens - num_tokens - 1, spare)
-        if position != num_tokens - 1 or most < 1:
+        if self._drafter is None or position != num_tokens - 1 or most < 1:
             return 0
-        drafts = tuple(drafter(request))[:most]
+        drafts = tuple(self._drafter(request))[:most]
         count = 1 + len(drafts)
         if not drafts or not self.cache.allocate(request, position + count):
             return 0
@@ -402,6 +404,8 @@ class Scheduler:
         """
         if not plan.entries:
             return []
+        if len(result.token_ids) != len(plan.entries):
+            raise ValueError(f"the runner returned {len(result.token_ids)} results for {len(plan.entries)} entries")
         requests = self._flights.land(plan)
         updates: list[Update] = []
         append = updates.append
@@ -409,8 +413,9 @@ class Scheduler:
         page_size = cache.page_size
         num_generated = 0
         running, new, update_type = _RUNNING, _new, Update
-        errors, all_logprobs, prompt_logprobs = result.errors, result.logprobs, result.prompt_logprobs
-        for i, (request, entry, token_ids) in enumerate(zip(requests, plan.entries, result.token_ids, strict=True)):
+        errors, prompt_logprobs = result.errors, result.prompt_logprobs
+        all_logprobs = repeat(None) if result.logprobs is None else result.logprobs
+        for request, entry, token_ids, logprobs in zip(requests, plan.entries, result.token_ids, all_logprobs):
             # Paused while its step ran: the result counts, if its blocks have not been taken since.
             if request.status is not running and not (request.status is _PAUSED and request.capacity):
                 continue
@@ -419,21 +424,18 @@ class Scheduler:
                 # Not published: the KV of this step may be what is wrong.
                 append(Update(request, (), None, None, self._fail(request, errors[request_id], now)))
                 continue
-            computed = request.num_computed_tokens = start + count
+            computed = start + count
             if drafts:
                 # What was computed of drafts that were not accepted is computed again.
-                computed -= len(drafts) + 1 - len(token_ids)
-                request.num_computed_tokens = request.num_scheduled_tokens = computed
-            tokens = request.tokens
-            if is_sampled:
-                tokens += token_ids
+                computed = request.num_scheduled_tokens = start + len(token_ids)
+                request.tokens += token_ids
+            request.num_computed_tokens = computed
             if computed % page_size < count:
                 cache.publish(request)
             if prefilling and request_id in prefilling:
                 self._advance(request, entry, now)
             elif request.first_token_at is None and is_sampled:
                 request.first_token_at = now
-            logprobs = None if all_logprobs is None else all_logprobs[i]
             prompt = None
             if prompt_logprobs and request_id in prompt_logprobs:
                 prompt = tuple(prompt_logprobs[request_id])
@@ -448,22 +450,37 @@ class Scheduler:
                 append(Update(request, (), None, prompt, self._fail(request, error, now)))
                 continue
             finished = None
-            num_tokens = len(tokens) - len(token_ids)
-            for kept, token in enumerate(token_ids, 1):
-                if token in request.end_ids and num_tokens + kept > request.min_tokens:
-                    stop_reason = None if token in request.eos_ids else token
-                    finished = self.finish(request, "stop", stop_reason=stop_reason, now=now)
-                elif num_tokens + kept >= request.max_tokens:
-                    finished = self.finish(request, "length", now=now)
-                else:
-                    continue
-                del tokens[num_tokens + kept :]
+            if drafts:
+                finished, kept = self._find_end(request, len(token_ids), now)
                 token_ids, logprobs = token_ids[:kept], logprobs and logprobs[:kept]
-                break
+            else:
+                token = token_ids[0]
+                tokens = request.tokens
+                tokens.append(token)
+                num_tokens = len(tokens)
+                if token in request.end_ids and num_tokens > request.min_tokens:
+                    finished = self._stop(request, token, now)
+                elif num_tokens >= request.max_tokens:
+                    finished = self.finish(request, "length", now=now)
             num_generated += len(token_ids)
             append(new(update_type, (request, token_ids, logprobs, prompt, finished)))
         self.num_generated_tokens += num_generated
         return updates
+
+    def _find_end(self, request: Request, count: int, now: float | None) -> tuple[Finished | None, int]:
+        """Let the first of the last `count` tokens that ends a request end it; how many of them remain."""
+        num_before = len(request.tokens) - count
+        for kept in range(1, count + 1):
+            token, num_tokens = request.tokens[num_before + kept - 1], num_before + kept
+            is_end = token in request.end_ids and num_tokens > request.min_tokens
+            if is_end or num_tokens >= request.max_tokens:
+                del request.tokens[num_tokens:]
+                finished = self._stop(request, token, now) if is_end else self.finish(request, "length", now=now)
+                return finished, kept
+        return None, count
+
+    def _stop(self, request: Request, token: int, now: float | None) -> Finished | None:
+        return self.finish(request, "stop", stop_reason=None if token in request.eos_ids else token, now=now)
 
     def _fail(self, request: Request, error: Exception, now: float | None) -> Finished | None:
         return self.finish(request, "error", error=error, now=now)
