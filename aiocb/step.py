@@ -18,6 +18,7 @@ Words: T tokens of the step, R requests of the step, V vocabulary, G cache group
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +33,7 @@ __all__ = [
     "CacheGroup",
     "CacheLayout",
     "Handle",
+    "ImmediateRunner",
     "OpenedRequest",
     "Runner",
     "StepEntry",
@@ -231,3 +233,21 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free the cache and restore whatever was changed on a user's model. Idempotent."""
+
+
+class ImmediateRunner(ABC):
+    """What `submit` and `collect` are wherever a step is over when `submit` returns."""
+
+    depth = 1
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the whole step; see `Runner.submit`."""
+
+    def submit(self, plan: StepPlan) -> StepResult:
+        """Run the step."""
+        return self.execute(plan)
+
+    def collect(self, handle: StepResult) -> StepResult:
+        """What the step has given."""
+        return handle

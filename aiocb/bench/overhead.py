@@ -14,20 +14,19 @@ from typing import Any
 
 import aiocb
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
+from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, StepPlan, StepResult
 
 __all__ = ["LockstepRunner", "measure", "run"]
 
 _VOCAB = 32_000
 
 
-class LockstepRunner:
+class LockstepRunner(ImmediateRunner):
     """Returns token 1 for every row, then waits until the readers have had it."""
 
     vocab_size = _VOCAB
     max_model_len = 1 << 20
     device_type = "cpu"
-    depth = 1
     choices = ()
 
     def __init__(self, num_blocks: int, lockstep: bool = True) -> None:
@@ -37,7 +36,7 @@ class LockstepRunner:
         self._num_read = 0
         self._turn = threading.Semaphore(1)
 
-    def submit(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Answer at once, one step after the readers."""
         tokens: list[tuple[int, ...]] = [(1,) if entry.is_sampled else () for entry in plan.entries]
         if self.lockstep and tokens:
@@ -52,10 +51,6 @@ class LockstepRunner:
         self._num_read += num_tokens
         if self._num_read == self._num_made:
             self._turn.release()
-
-    def collect(self, handle: StepResult) -> StepResult:
-        """What was answered."""
-        return handle
 
     def release(self) -> None:
         """Nothing is remembered."""

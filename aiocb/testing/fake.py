@@ -12,7 +12,7 @@ from aiocb.engine.engine import Engine
 from aiocb.outputs import TokenLogprobs
 from aiocb.records import Record, Records
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
+from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, StepPlan, StepResult
 from aiocb.testing.gate import Gate
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _CHAT_TEMPLATE = (
 Reply = Sequence[int] | Callable[[Sequence[int]], Sequence[int]]
 
 
-class FakeRunner:
+class FakeRunner(ImmediateRunner):
     """A `Runner` that computes nothing: every request gets its reply, one token per step.
 
     Steps are counted from 1. A request's tokens depend on its own prompt (and seed, when it samples) alone.
@@ -82,7 +82,6 @@ class FakeRunner:
         groups = (CacheGroup(window, (layer,), num_blocks, page_size) for layer, window in enumerate(windows))
         self.cache_layout = CacheLayout(page_size, tuple(groups))
         self.device_type = "cpu"
-        self.depth = 1
         self.choices = (Choice("model", "FakeRunner", "scripted tokens"),)
         self.num_steps = 0
         self.num_tokens = 0
@@ -108,19 +107,15 @@ class FakeRunner:
         """Requests that were opened and not closed."""
         return len(self._records)
 
-    def submit(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Pass the gate, do what the fault plan says, and answer."""
         try:
-            return self._submit(plan)
+            return self._execute(plan)
         except BaseException:
             self._has_raised = True
             raise
 
-    def collect(self, handle: StepResult) -> StepResult:
-        """What `submit` has answered."""
-        return handle
-
-    def _submit(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan) -> StepResult:
         thread = threading.get_ident()
         assert self._thread in (None, thread), "two threads use one runner"
         self._thread = thread

@@ -15,7 +15,7 @@ from aiocb.engine.source import RunnerSource
 from aiocb.outputs import TokenLogprobs
 from aiocb.records import Records
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
+from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, StepPlan, StepResult
 
 VOCAB = 100
 MAX_LEN = 200
@@ -42,7 +42,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class FakeRunner:
+class FakeRunner(ImmediateRunner):
     """Computes `next_token`; with `gated`, every step waits for `allow`."""
 
     def __init__(self, *, gated: bool = False, num_blocks: int = 400) -> None:
@@ -56,7 +56,6 @@ class FakeRunner:
         self.error: Exception | None = None
         self.prompts: list[tuple[int, ...]] = []
         self.device_type = "cpu"
-        self.depth = 1
         self.choices = ()
         self._records = Records()
         self.reached = threading.Condition()
@@ -73,7 +72,7 @@ class FakeRunner:
         with self.reached:
             assert self.reached.wait_for(lambda: self.num_steps >= number, WAIT)
 
-    def submit(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         records = self._records.begin(plan)
         if not plan.entries:
             return StepResult(())
@@ -95,9 +94,6 @@ class FakeRunner:
         result = StepResult(tokens, logprobs)
         self._records.finish(records, result)
         return result
-
-    def collect(self, handle: StepResult) -> StepResult:
-        return handle
 
     def release(self) -> None:
         self._records.clear()

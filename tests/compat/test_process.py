@@ -19,16 +19,14 @@ import aiocb.compat.transformers
 from aiocb.compat.transformers.manager import ContinuousBatchingManager
 from aiocb.engine.source import RunnerSource
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import CacheGroup, CacheLayout, StepResult
+from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, StepResult
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 
-class Runner:
+class Runner(ImmediateRunner):
     cache_layout = CacheLayout(4, (CacheGroup(None, (0,), 400, 1),))
-    vocab_size, max_model_len, device_type, depth, choices = 10, 1000, "cpu", 1, ()
-    def submit(self, plan):
+    vocab_size, max_model_len, device_type, choices = 10, 1000, "cpu", ()
+    def execute(self, plan):
         return StepResult([(1,) if entry.is_sampled else () for entry in plan.entries])
-    def collect(self, handle):
-        return handle
     def release(self):
         pass
     def close(self):

@@ -90,13 +90,13 @@ async def test_a_second_life_knows_nothing_of_the_first() -> None:
     """Ids go on, seeds and samplers begin anew; the fake runner refuses an id that it has met."""
     runner = FakeRunner()
     engine = shared(runner)
-    sampled = {"temperature": 1.0, "seed": 5, "max_new_tokens": 8}
+    sampled = aiocb.SamplingParams(temperature=1.0, seed=5, max_new_tokens=8)
     async with engine:
         await engine.generate([1], max_new_tokens=8)
-        expected = (await engine.generate([1], **sampled)).token_ids
+        expected = (await engine.generate([1], sampled)).token_ids
     assert runner.num_open == 0
     async with engine:
-        assert (await engine.generate([1], **sampled)).token_ids == expected
+        assert (await engine.generate([1], sampled)).token_ids == expected
         assert list((await engine.generate([1], max_new_tokens=8)).token_ids) == solo([1], 8)
     assert runner.num_open == 0
 

@@ -24,7 +24,7 @@ from aiocb.model.kv import PagedCache, choose_cache_size
 from aiocb.model.parity import check_parity as check_parity_of
 from aiocb.records import Records
 from aiocb.sampling.sampler import Sampler
-from aiocb.step import CacheLayout, StepPlan, StepResult
+from aiocb.step import CacheLayout, ImmediateRunner, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchRunner"]
 
 
-class TorchRunner:
+class TorchRunner(ImmediateRunner):
     """A `step.Runner` for any causal LM that transformers runs.
 
     Args:
@@ -62,7 +62,6 @@ class TorchRunner:
         self._max_model_len = max_model_len if bound is None else min(max_model_len, bound)
         self._uses_native = False
         self.choices: Sequence[Choice] = ()
-        self.depth = 1
         try:
             self._assemble(config, check_parity)
         except ConfigError as error:
@@ -105,7 +104,7 @@ class TorchRunner:
         """Where the model is."""
         return self._adapter.device.type
 
-    def submit(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample; see `step.Runner`."""
         if plan.copies_before:
             self._cache.copy_blocks(plan.copies_before)
@@ -119,10 +118,6 @@ class TorchRunner:
             result = self._sampler(logits, plan.entries, records)
         self._records.finish(records, result)
         return result
-
-    def collect(self, handle: StepResult) -> StepResult:
-        """What `submit` has computed."""
-        return handle
 
     def release(self) -> None:
         """Forget every request; see `step.Runner`."""

@@ -22,7 +22,7 @@ from aiocb.model.native.weights import build_native_model, pack_again
 from aiocb.outputs import TokenLogprobs
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler, failure_of
-from aiocb.step import CacheGroup, CacheLayout, OpenedRequest, StepEntry, StepPlan, StepResult
+from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, OpenedRequest, StepEntry, StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ _PROBE_TOKENS = 40
 _PROBE_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.12, "int8": 0.25}
 
 
-class NativeRunner:
+class NativeRunner(ImmediateRunner):
     """Runs plans in native code; implements `aiocb.step.Runner`.
 
     Args:
@@ -72,7 +72,6 @@ class NativeRunner:
         self._logits: Tensor | None = None
 
     device_type = "cpu"
-    depth = 1
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -114,7 +113,7 @@ class NativeRunner:
         if self._sampler is not None:
             self._sampler.forget()
 
-    def submit(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Run the step, and sample: plain greedy entries in the step itself, the rest by the sampler.
 
         Raises:
@@ -142,10 +141,6 @@ class NativeRunner:
             result = sampled if len(picked) == len(entries) else _join(_greedy_result(entries, step), sampled, picked)
         self._records.finish(records, result)
         return result
-
-    def collect(self, handle: StepResult) -> StepResult:
-        """What `submit` has computed."""
-        return handle
 
     def reload_weights(self) -> None:
         """Read the weights of the module again, because they may have changed; nothing where they were freed.
