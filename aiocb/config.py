@@ -51,11 +51,11 @@ class EngineConfig:
             prefill_first.
         allow_block_sharing: prefix caching.
         return_logprobs: log-probabilities of the chosen token for every request.
-        per_request_processors: accepted for compatibility; per-request sampling is always on.
+        per_request_processors: per-request sampling is always on; an engine refuses False.
         use_cuda_graph, q_padding_interval_size, kv_padding_interval_size, use_async_batching,
-            default_compile_level, varlen_compile_config, decode_compile_config, max_blocks_per_request: GPU execution.
-        cpu_offload_space, cpu_offload_space_safety_threshold: swap space for evicted caches, GiB (0 is off).
-        cpu_group_timeout: seconds until a frozen rank of a tensor-parallel group is an error.
+            default_compile_level, varlen_compile_config, decode_compile_config, max_blocks_per_request,
+            cpu_offload_space, cpu_offload_space_safety_threshold, cpu_group_timeout: names of transformers' settings
+            that have no effect yet; an engine refuses other values than the defaults.
         auto_switch_to_flash: take flash-attn where it is installed.
         max_queue_size: most waiting requests; 0 is no bound.
         seed: seed of unseeded requests; None is fresh randomness.

@@ -27,6 +27,7 @@ from aiocb.engine.bridge import Signal
 from aiocb.engine.core import EngineCore
 from aiocb.engine.holders import Holders
 from aiocb.engine.session import Session
+from aiocb.engine.settings import refuse_unbuilt
 from aiocb.engine.source import LoadedSource, PretrainedSource, Progress, RunnerSource, Source
 from aiocb.engine.stats import EngineState, Health, Stats
 from aiocb.engine.stream import Stream
@@ -70,7 +71,7 @@ class Engine:
 
     def _init(self, source: Source, config: EngineConfig | None, drain: float | None) -> None:
         self._source = source
-        self._config = config or EngineConfig()
+        self._config = refuse_unbuilt(config or EngineConfig())
         self._drain = drain
         self._lock = threading.Lock()  # guards entering and leaving only; never held across an await
         self._holders = Holders()

@@ -109,6 +109,29 @@ async def test_settings_among_the_options_are_refused_before_anything_starts() -
         aiocb.Engine.from_pretrained("smollm2", block_size=16)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_cuda_graph": True},
+        {"q_padding_interval_size": 32},
+        {"kv_padding_interval_size": 1024},
+        {"use_async_batching": True},
+        {"default_compile_level": 2},
+        {"varlen_compile_config": object()},
+        {"decode_compile_config": object()},
+        {"max_blocks_per_request": 4},
+        {"cpu_offload_space": 8.0},
+        {"cpu_offload_space_safety_threshold": 0.5},
+        {"cpu_group_timeout": 10.0},
+        {"per_request_processors": False},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_without_effect_are_refused_by_name(setting: dict[str, Any]) -> None:
+    with pytest.raises(aiocb.ConfigError, match=next(iter(setting))):
+        fake_engine(config=aiocb.EngineConfig(**setting))
+
+
 async def test_closing_during_the_start() -> None:
     start = SlowStart()
     engine = engine_of(start)

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from aiocb.config import EngineConfig
+from aiocb.engine.settings import refuse_unbuilt, without_unbuilt
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -25,10 +26,11 @@ def engine_config(
 ) -> EngineConfig:
     """The engine's settings from whatever the caller passed; nothing of it is changed.
 
-    With `auto_switch_to_flash=False` the attention that the model was loaded with is kept.
+    Of transformers' settings, those that this version cannot obey are warned of by name; in an `EngineConfig` they are
+    refused. With `auto_switch_to_flash=False` the attention that the model was loaded with is kept.
 
     Raises:
-        ConfigError: a value is out of its range.
+        ConfigError: a value is out of its range, or cannot be obeyed.
     """
     if config is None:
         config = getattr(generation_config, "continuous_batching_config", None)
@@ -40,12 +42,12 @@ def engine_config(
             stacklevel=3,
         )
     if isinstance(config, EngineConfig):
-        return config
+        return refuse_unbuilt(config)
     attention = None
     if not config.auto_switch_to_flash:
         implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
         attention = _TORCH_BACKENDS.get(implementation or "")
-    return EngineConfig.from_transformers(config, attention=attention)
+    return without_unbuilt(EngineConfig.from_transformers(config, attention=attention))
 
 
 class _Place:
