@@ -24,20 +24,28 @@ from aiocb.errors import QueueFull as QueueFull
 from aiocb.errors import RequestError as RequestError
 from aiocb.errors import RequestFailed as RequestFailed
 from aiocb.errors import RequestTimeout as RequestTimeout
+from aiocb.options import RequestOptions as RequestOptions
+from aiocb.options import SamplingOptions as SamplingOptions
+from aiocb.options import StreamOptions as StreamOptions
 from aiocb.outputs import Chunk as Chunk
 from aiocb.outputs import Completion as Completion
+from aiocb.outputs import FinishReason as FinishReason
 from aiocb.outputs import RequestMetrics as RequestMetrics
 from aiocb.outputs import TokenLogprobs as TokenLogprobs
 from aiocb.outputs import Usage as Usage
+from aiocb.sampling_params import ModelDefaults as ModelDefaults
 from aiocb.sampling_params import SamplingParams as SamplingParams
+from aiocb.step import Runner as Runner
 
 if TYPE_CHECKING:
+    from aiocb.engine.batch import CompletionIterator as CompletionIterator
     from aiocb.engine.engine import Engine as Engine
     from aiocb.engine.stats import Health as Health
     from aiocb.engine.stats import Stats as Stats
     from aiocb.engine.stream import Stream as Stream
 
 _LAZY = {
+    "CompletionIterator": "aiocb.engine.batch",
     "Engine": "aiocb.engine.engine",
     "Health": "aiocb.engine.stats",
     "Stats": "aiocb.engine.stats",
@@ -49,22 +57,29 @@ __all__ = [
     "Choice",
     "Chunk",
     "Completion",
+    "CompletionIterator",
     "ConfigError",
     "Engine",
     "EngineClosed",
     "EngineConfig",
     "EngineDead",
     "EngineError",
+    "FinishReason",
     "Health",
     "InvalidRequest",
+    "ModelDefaults",
     "QueueFull",
     "RequestError",
     "RequestFailed",
     "RequestMetrics",
+    "RequestOptions",
     "RequestTimeout",
+    "Runner",
+    "SamplingOptions",
     "SamplingParams",
     "Stats",
     "Stream",
+    "StreamOptions",
     "TokenLogprobs",
     "Usage",
     "__version__",

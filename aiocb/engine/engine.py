@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -38,7 +39,13 @@ from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import Runner
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     from transformers import GenerationConfig
+
+    from aiocb.options import RequestOptions, StreamOptions
+
+    Params = SamplingParams | GenerationConfig | None
 
 __all__ = ["Engine"]
 
@@ -230,7 +237,7 @@ class Engine:
         on_full: Literal["wait", "refuse"] = "wait",
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **sampling: Any,
+        **sampling: Unpack[StreamOptions],
     ) -> Stream:
         """Return a stream over one prompt; nothing is submitted before it is iterated, entered or awaited.
 
@@ -273,34 +280,61 @@ class Engine:
 
     @overload
     async def generate(
-        self, prompt: Prompt, params: Any = None, *, n: Literal[1] = 1, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion: ...
 
     @overload
-    async def generate(self, prompt: Prompt, params: Any = None, *, n: int, **options: Any) -> list[Completion]: ...
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        n: int,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Completion]: ...
 
     async def generate(
-        self, prompt: Prompt, params: Any = None, *, n: int | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | GenerationConfig | None = None,
+        *,
+        n: int | None = None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion | list[Completion]:
-        """Return the whole output of one prompt; with `n` > 1 the list of its samples. Options are `stream`'s.
+        """Return the whole output of one prompt; where `n` is given, the list of so many samples.
+
+        Args:
+            prompt, params, request_id, options: as for `stream`.
+            n: how many parallel samples. An `n` in `params` does not count, with a warning: the type of what is
+                returned must not depend on it.
 
         Raises:
             RequestError, EngineError: see `Stream.__anext__`; what had been produced is in `RequestError.partial`.
         """
+        stream = self.stream(prompt, params, request_id=request_id, n=1 if n is None else n, **options)
         if n is not None:
-            options["n"] = n
-        stream = self.stream(prompt, params, **options)
-        completions = await stream.completions()
-        return completions if (stream._spec.sampling.n or 1) > 1 else completions[0]
+            return await stream.completions()
+        if isinstance(params, SamplingParams) and params.n != 1:
+            warnings.warn(f"generate() returns one completion: pass n={params.n} to it for a list", stacklevel=2)
+        return (await stream.completions())[0]
 
     async def generate_batch(
         self,
         prompts: Iterable[Prompt],
-        params: Any = None,
+        params: Params | Sequence[Params] = None,
         *,
         progress: bool = False,
         return_exceptions: bool = False,
-        **options: Any,
+        n: int | None = None,
+        request_id: Sequence[str] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Return the outputs of all prompts, in the order given.
 
@@ -310,34 +344,50 @@ class Engine:
             progress: show a progress bar.
             return_exceptions: a failed request yields a `Completion` with `finish_reason` `"error"` or `"timeout"`
                 and its `error`, instead of ending the whole batch.
+            n: samples of every prompt, one after the other; None takes that of `params`.
+            request_id: labels, one per prompt; None takes the prompts' positions, `"0"`, `"1"`, ...
             options: as for `stream`.
 
         Raises:
             RequestError, EngineError: the first failure; the other requests are aborted.
         """
-        streams = self._streams(prompts, params, options)
+        streams = self._streams(prompts, params, n, request_id, options)
         return await run_batch(streams, progress=progress, return_exceptions=return_exceptions)
 
     def as_completed(
-        self, prompts: Iterable[Prompt], params: Any = None, *, return_exceptions: bool = False, **options: Any
+        self,
+        prompts: Iterable[Prompt],
+        params: Params | Sequence[Params] = None,
+        *,
+        return_exceptions: bool = False,
+        n: int | None = None,
+        request_id: Sequence[str] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> CompletionIterator:
         """Return an async iterator over the outputs of all prompts, each as it finishes.
 
-        A completion's `request_id` tells which prompt it belongs to: `request_id=` may be a sequence of labels;
-        by default the labels are the prompts' positions, `"0"`, `"1"`, ...
+        A completion's `request_id` tells which prompt it belongs to. Arguments are those of `generate_batch`.
         """
-        return CompletionIterator(self._streams(prompts, params, options), return_exceptions=return_exceptions)
+        streams = self._streams(prompts, params, n, request_id, options)
+        return CompletionIterator(streams, return_exceptions=return_exceptions)
 
-    def _streams(self, prompts: Iterable[Prompt], params: Any, options: dict[str, Any]) -> list[Stream]:
+    def _streams(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params | Sequence[Params],
+        n: int | None,
+        labels: Sequence[str] | None,
+        options: RequestOptions,
+    ) -> list[Stream]:
         prompts = list(prompts)
         many = params if isinstance(params, Sequence) else [params] * len(prompts)
-        labels = options.pop("request_id", None)
         if labels is None:
             labels = [str(index) for index in range(len(prompts))]
+        keywords: dict[str, Any] = {**options} if n is None else {**options, "n": n}
         if len(many) != len(prompts) or isinstance(labels, str) or len(labels) != len(prompts):
             raise ConfigError(f"{len(prompts)} prompts need as many params and request ids, when those are sequences")
         return [
-            self.stream(prompt, each, request_id=label, **options)
+            self.stream(prompt, each, request_id=label, **keywords)
             for prompt, each, label in zip(prompts, many, labels, strict=True)
         ]
 

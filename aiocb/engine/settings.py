@@ -1,4 +1,4 @@
-"""Settings that this version accepts by name and cannot obey: refused natively, warned of where others' programs run."""
+"""Settings that this version knows by name and cannot obey: refused natively, warned of where others' programs run."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ async def test_wrong_numbers_of_things() -> None:
         with pytest.raises(aiocb.ConfigError):
             await setup.engine.generate_batch([[1], [2]], request_id="same")
         with pytest.raises(aiocb.InvalidRequest, match="temprature"):
-            await setup.engine.generate_batch([[1], [2]], temprature=1.0)
+            await setup.engine.generate_batch([[1], [2]], temprature=1.0)  # type: ignore[call-arg]
 
 
 async def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
