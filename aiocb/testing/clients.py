@@ -24,11 +24,18 @@ if TYPE_CHECKING:
     from aiocb.engine.room import Line, Place
     from aiocb.testing.oracle import KVOracle
 
-__all__ = ["Client", "Expected", "Letters", "PlannedFault", "Sink", "letters"]
+__all__ = ["Client", "Expected", "Letters", "PlannedFault", "PlannedInterrupt", "Sink", "letters"]
 
 
 class PlannedFault(Exception):
     """Raised by the simulator on purpose."""
+
+
+class PlannedInterrupt(BaseException):
+    """Raised where users' code runs; it is no `Exception` and cannot be printed."""
+
+    def __str__(self) -> str:
+        raise PlannedFault("no text")
 
 
 def letters(tokens: Sequence[int]) -> str:
@@ -41,19 +48,21 @@ class Letters(Detokenizer):
 
     Args:
         fail_after: raise once so many tokens have been pushed; None never.
+        fault: what to raise.
     """
 
-    __slots__ = ("_left",)
+    __slots__ = ("_fault", "_left")
 
-    def __init__(self, fail_after: int | None = None) -> None:
+    def __init__(self, fail_after: int | None = None, fault: BaseException | None = None) -> None:
         self._left = fail_after
+        self._fault = fault or PlannedFault("the detokenizer raises")
 
     def push(self, token_ids: Sequence[int]) -> str:
         """One letter per token."""
         if self._left is not None:
             self._left -= len(token_ids)
             if self._left < 0:
-                raise PlannedFault("the detokenizer raises")
+                raise self._fault
         return letters(token_ids)
 
 

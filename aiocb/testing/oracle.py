@@ -3,8 +3,9 @@
 Where a model writes K and V, the oracle writes a 64-bit hash of the whole history up to that token, per group and
 physical slot. Before it "attends", it checks that every position which the new tokens can see holds exactly their own
 history: a block that was shared wrongly, reused too early, not copied, dropped from a window or published before it
-was written raises `KVMismatch` in the very step that reads it. It keeps its own record of every open request, as a
-runner does, and obeys nothing else: a plan that tells too little is noticed as well.
+was written raises `KVMismatch` in the very step that reads it. So does one that was written for another cache salt or
+by other weights. It keeps its own record of every open request, as a runner does, and obeys nothing else: a plan that
+tells too little is noticed as well.
 
 Its next token is a function of the history (and of the seed, when the request samples), so the output of a request is
 the same alone, batched, chunked, preempted or forked, and `expected_output` tells it in advance.
@@ -15,6 +16,7 @@ Torch-free.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -70,13 +72,26 @@ class _Mirror:
         tokens: as the scheduler has told, and as the results that were collected say.
         ahead: sampled by plans whose results have not been collected.
         tables: per group, the physical block of each logical block.
-        history: hash of the history up to each position, as far as it was needed.
+        history: hash of the history up to each position, as far as it was needed, in this realm.
+        salt: requests share prefixes with those of the same one.
+        realm: of its salt and the weights: what is written in another one is not its own.
         is_failed: a plan in flight has failed it; what was submitted after that plan means nothing.
     """
 
-    __slots__ = ("ahead", "history", "is_failed", "num_prompt_tokens", "sampling", "seed", "tables", "tokens")
+    __slots__ = (
+        "ahead",
+        "history",
+        "is_failed",
+        "num_prompt_tokens",
+        "realm",
+        "salt",
+        "sampling",
+        "seed",
+        "tables",
+        "tokens",
+    )
 
-    def __init__(self, opened: OpenedRequest, num_groups: int) -> None:
+    def __init__(self, opened: OpenedRequest, num_groups: int, salt: object, realm: int) -> None:
         self.tokens = list(opened.token_ids)
         self.num_prompt_tokens = opened.num_prompt_tokens
         self.sampling = opened.sampling
@@ -85,12 +100,14 @@ class _Mirror:
         self.is_failed = False
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.history: list[int] = []
+        self.salt = salt
+        self.realm = realm
 
     def extend(self, tokens: Sequence[int], end: int) -> list[int]:
         """The history up to position `end` of these tokens, which begin like all that came before."""
-        history = self.history
+        history, realm = self.history, self.realm
         for position in range(len(history), end):
-            history.append(_extend(history[-1] if history else 0, position, tokens[position]))
+            history.append(_extend(history[-1] ^ realm if history else 0, position, tokens[position]) ^ realm)
         return history
 
 
@@ -105,6 +122,8 @@ class KVOracle:
         max_model_len: reported, and checked.
         depth: as in `Runner`.
         errors: called with each plan before it runs; returns failures by request id, or raises to fail the step.
+        interrupt: called with `"collect"` or `"reload_weights"` before that happens; may raise.
+        salt_of: tells the cache salt of an open request.
 
     Attributes:
         num_steps, num_tokens: executed so far, by plans with entries.
@@ -123,12 +142,17 @@ class KVOracle:
         max_model_len: int = 1 << 20,
         depth: int = 1,
         errors: Callable[[StepPlan], Mapping[int, Exception] | None] | None = None,
+        interrupt: Callable[[str], None] = lambda _what: None,
+        salt_of: Callable[[int], object] = lambda _request_id: None,
     ) -> None:
         self.cache_layout = layout or simple_layout()
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.depth = depth
         self._errors = errors
+        self._interrupt = interrupt
+        self._salt_of = salt_of
+        self._version = 0
         self._pages: list[list[list[int]]] = [
             [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
         ]
@@ -175,13 +199,22 @@ class KVOracle:
         self._thread = None
 
     def reload_weights(self) -> None:
-        """Check that nothing is in flight.
+        """Take the weights for new ones: what was written before is of no use to anyone.
 
         Raises:
-            KVMismatch: a plan is.
+            KVMismatch: a plan is in flight.
         """
+        self._interrupt("reload_weights")
         if self._flights:
             raise KVMismatch("weights are reloaded while a plan is in flight")
+        self._version += 1
+        for mirror in self._mirrors.values():
+            mirror.realm = self._realm(mirror.salt)
+            mirror.history.clear()
+
+    def _realm(self, salt: object) -> int:
+        # Even, so that a slot's hash stays odd, and never 0, which is what an unwritten one holds.
+        return _mix((self._version << 32) + zlib.crc32(repr(salt).encode())) & ~1
 
     def close(self) -> None:
         """Drop all state. Idempotent."""
@@ -216,6 +249,7 @@ class KVOracle:
         Raises:
             KVMismatch: another plan is the oldest.
         """
+        self._interrupt("collect")
         plan, result = self._flights.popleft()
         if plan is not handle:
             raise KVMismatch("plans are collected out of order")
@@ -241,7 +275,8 @@ class KVOracle:
             # What came while its request was preempted was dropped, and is sampled again.
             if any(told != known for told, known in zip(opened.token_ids, before)):
                 raise KVMismatch(f"request {opened.request_id} is opened again with other tokens than it had")
-            self._mirrors[opened.request_id] = _Mirror(opened, len(self.cache_layout.groups))
+            salt = self._salt_of(opened.request_id)
+            self._mirrors[opened.request_id] = _Mirror(opened, len(self.cache_layout.groups), salt, self._realm(salt))
         if {opened.request_id for opened in plan.opened} - {entry.request_id for entry in plan.entries}:
             raise KVMismatch("a request is opened without an entry")
         for entry in plan.entries:
@@ -391,7 +426,7 @@ class KVOracle:
         for draft in (*entry.draft_token_ids, None):
             position = end + len(sampled)
             number = position - mirror.num_prompt_tokens
-            sampled.append(self._next_token(history[position - 1], number, mirror.sampling, mirror.seed))
+            sampled.append(self._next_token(history[position - 1] ^ mirror.realm, number, mirror.sampling, mirror.seed))
             if sampled[-1] != draft:
                 break
         return tuple(sampled)

@@ -2,15 +2,17 @@
 
     $ python -m aiocb.testing.simulator --seed 7 --steps 5000
 
-A step of the simulation is: random events (arrivals, cancels, faults, pauses, clock jumps ...), one `EngineCore.step`,
-delivery to readers of all tempers, and every invariant. The runner is a `KVOracle`, so that a wrong block is noticed
-when it is read and the right output of every request is known. At the end everything is let go and has to be quiescent:
-each output has had exactly one end, its tokens are what a solo run gives, no block, request or waiter is left.
+A step of the simulation is: random events (arrivals, cancels, faults, pauses, new weights, clock jumps ...), one
+`EngineCore.step`, delivery to readers of all tempers, and every invariant. The runner is a `KVOracle`, so that a wrong
+block is noticed when it is read and the right output of every request is known. At the end everything is let go and has
+to be quiescent: each output has had exactly one end, its tokens are what a solo run gives, no block, request or waiter
+is left.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import random
 import sys
@@ -23,6 +25,7 @@ from aiocb.cache.manager import CacheManager
 from aiocb.config import EngineConfig
 from aiocb.engine.admission import Limits, plan_request
 from aiocb.engine.core import Command, EngineCore
+from aiocb.engine.delivery import failed
 from aiocb.engine.limits import most_tokens
 from aiocb.engine.output import Submission
 from aiocb.engine.room import Room
@@ -33,7 +36,7 @@ from aiocb.sampling_params import ModelDefaults
 from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.scheduler import Scheduler
 from aiocb.step import StepPlan
-from aiocb.testing.clients import Client, Letters, PlannedFault, Sink
+from aiocb.testing.clients import Client, Letters, PlannedFault, PlannedInterrupt, Sink
 from aiocb.testing.oracle import KVOracle, simple_layout
 from aiocb.testing.workload import (
     EOS_TOKEN_ID,
@@ -113,7 +116,7 @@ class Simulation:
         seed: decides everything.
         layout: of the cache; None lets the seed choose.
         max_clients: most streams alive at once.
-        faults: also let steps raise, processors fail and event loops vanish.
+        faults: also let steps, samplers, tokenizers, files and new weights fail, and event loops vanish.
         depth: plans in flight; None lets the seed choose.
     """
 
@@ -131,7 +134,6 @@ class Simulation:
         self.layout = layout or self.chance.choice(LAYOUTS)
         self.depth = depth or self.chance.choice((1, 1, 2))
         self.max_clients = max_clients
-        self.faults = faults
         self.now = 1000.0
         self.num_steps = 0
         self.num_clients = 0
@@ -144,14 +146,24 @@ class Simulation:
         self._prefixes = [random_tokens(self.chance, 40) for _ in range(3)]
         self._source = _OracleSource(self._make_oracle)
         self._num_lives = 0
+        self._may_fail = faults
         self._begin()
 
     # ── the lives of an engine ───────────────────────────────────────────────────────────────────────────────────
 
     def _make_oracle(self) -> KVOracle:
+        if self._may_fail and self.chance.random() < 0.3:
+            self.events["opening failed"] += 1
+            raise PlannedFault("a file is damaged")
         layout = simple_layout(self.layout.num_blocks, page_size=self.layout.page_size, windows=self.layout.windows)
         return KVOracle(
-            layout, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, depth=self.depth, errors=self._faults_of
+            layout,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            depth=self.depth,
+            errors=self._faults_of,
+            interrupt=self._interrupt,
+            salt_of=self._salt_of,
         )
 
     def _begin(self) -> None:
@@ -159,7 +171,7 @@ class Simulation:
         chance = self.chance
         self._num_lives += 1
         self._life = f"life {self._num_lives}"
-        self._built = self._source.lease(EngineConfig(), self._life, lambda: False)
+        self._built = self._lease()
         self.oracle: KVOracle = self._built.runner  # type: ignore[assignment]
         cache = CacheManager(self.oracle.cache_layout, sharing=chance.random() < 0.85)
         self.scheduler = Scheduler(
@@ -184,9 +196,16 @@ class Simulation:
         self.sinks = [Sink(self.room.open_line()), Sink(self.room.open_line())]  # a busy event loop and a quiet one
         self._num_pauses = 0
         self._num_idle = 0
-        self._is_dying = self._is_draining = False
+        self._dies_in: str | None = None
+        self._is_draining = False
         self._fault: Exception | None = None
         self._note(f"{self._life}: {self.scheduler!r}, {self.room!r}, layout {self.layout.name}, depth {self.depth}")
+
+    def _lease(self) -> Built:
+        """Enter until it succeeds: an opening that failed leaves the source as it was."""
+        while True:
+            with contextlib.suppress(PlannedFault):
+                return self._source.lease(EngineConfig(), self._life, lambda: False)
 
     def _guess(self, request: Request) -> list[int]:
         """Drafts for a request, as good as chance will have it."""
@@ -207,24 +226,37 @@ class Simulation:
 
     def _faults_of(self, plan: StepPlan) -> dict[int, Exception] | None:
         """Called by the oracle in every step: what was planned for it."""
-        if self._is_dying:
-            raise PlannedFault("the step raises")
+        self._interrupt("submit")
         if self._fault is None:
             return None
         entry = self.chance.choice(plan.entries)
         fault, self._fault = self._fault, None
-        for slot, requests in self.core.delivery.streams():
-            if any(request.id == entry.request_id for request in requests):
-                for client in self._clients:
-                    if client.slot is slot:
-                        client.may_fail = True
+        slot = self._requests()[entry.request_id].payload.slot
+        for client in self._clients:
+            if client.slot is slot:
+                client.may_fail = True
         return {entry.request_id: fault}
+
+    def _interrupt(self, what: str) -> None:
+        """Called by the oracle in every step and when weights change."""
+        if self._dies_in == what:
+            raise PlannedFault(f"{what} raises")
+
+    def _requests(self) -> dict[int, Request]:
+        return {request.id: request for _, requests in self.core.delivery.streams() for request in requests}
+
+    def _salt_of(self, request_id: int) -> object:
+        return self._requests()[request_id].cache_salt
 
     def _end_life(self) -> None:
         """What leaving does once nothing is to be waited for: end what is alive, give the runner back, begin anew."""
         self._note("the life ends")
+        try:
+            self.core.end_all(lambda: EngineClosed("the engine was closed"))
+        except PlannedFault as error:
+            self._die(error)
+            return
         self.events["lives ended"] += 1
-        self.core.end_all(lambda: EngineClosed("the engine was closed"))
         self._bury()
         self._check_left()
         self._source.give_back(self._built, is_dead=False)
@@ -232,8 +264,8 @@ class Simulation:
 
     def _die(self, error: PlannedFault) -> None:
         """What `Worker` does when a step raises, and then a new life over a new runner."""
-        self._note("the step raises")
-        self.events["engine death"] += 1
+        self._note(f"the engine dies: {error}")
+        self.events[f"died: {error}"] += 1
 
         def make_error() -> EngineDead:
             dead = EngineDead("the engine has died")
@@ -300,9 +332,9 @@ class Simulation:
 
     def finish(self) -> None:
         """Let everything that is alive come to its end, and check that nothing is left."""
+        self._may_fail, self._dies_in, self._fault = False, None, None
         while self._num_pauses:
             self._unpause()
-        self._fault = None
         state, num_still = None, 0
         while self._clients or self.core.has_work:
             for client in self._clients:
@@ -414,19 +446,20 @@ class Simulation:
             self._note("the prefix cache is reset")
             self._put((EngineCore.reset_prefix_cache, None))
         elif roll < 0.014:
-            self._note("a pause")
+            self._note("a pause, for other weights")
             self._num_pauses += 1
             self._put((EngineCore.pause, lambda: None))
         elif roll < 0.015:
             self._try_next_life()
         elif roll < 0.017 and not self._is_draining:
             self._leave()
-        elif self.faults and roll < 0.025:
-            self._fault = chance.choice((RequestFailed("planned"), PlannedFault("a processor raises")))
-        elif self.faults and roll < 0.0265:
+        elif self._may_fail and roll < 0.025:
+            fault = PlannedFault("a processor raises")
+            self._fault = chance.choice((RequestFailed("planned"), fault, failed(PlannedInterrupt())))
+        elif self._may_fail and roll < 0.0265:
             self._close_sink()
-        elif self.faults and roll < 0.0275:
-            self._is_dying = True
+        elif self._may_fail and roll < 0.0275:
+            self._dies_in = chance.choice(("submit", "collect", "reload_weights"))
         if self._num_pauses and chance.random() < 0.2:
             self._unpause()
 
@@ -498,8 +531,9 @@ class Simulation:
             sink.line.leave(client.place)
             client.place = None  # it refers to the client, which has to be freed when it is dropped
         sink.line.enter(len(lanes))
-        fail_after = chance.randrange(12) if self.faults and chance.random() < 0.02 else None
+        fail_after = chance.randrange(12) if self._may_fail and chance.random() < 0.02 else None
         client.may_fail |= fail_after is not None
+        fault = chance.choice((None, PlannedInterrupt()))
         has_text = bool(plan.sampling.stop) or chance.random() < 0.8
         submission = Submission(
             slot,
@@ -516,7 +550,7 @@ class Simulation:
             spec.max_unread_tokens,
             spec.on_unread,
             plan.drop_output,
-            (lambda skip_special_tokens: Letters(fail_after)) if has_text else None,
+            (lambda skip_special_tokens: Letters(fail_after, fault)) if has_text else None,
         )
         client.has_text = has_text
         client.open(submission, self._put)

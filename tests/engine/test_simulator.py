@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from aiocb.cache import manager
+from aiocb.cache.prefix import root_digest
 from aiocb.engine.core import EngineCore
 from aiocb.engine.delivery import Delivery
 from aiocb.scheduler.scheduler import Scheduler
@@ -20,8 +22,11 @@ EVENTS = (
     "ended: cancelled",
     "ended: length",
     "ended: stop",
-    "engine death",
+    "died: collect raises",
+    "died: reload_weights raises",
+    "died: submit raises",
     "lives ended",
+    "opening failed",
     "queue full",
     "refused",
     "waited for room",
@@ -48,14 +53,11 @@ def test_without_faults_nothing_fails() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_hundred_thousand_steps_hold() -> None:
+def test_every_event_occurs() -> None:
+    """`make simulate` goes on from here, to 200,000 steps."""
     seen: set[str] = set()
-    num_steps = 0
     for seed, layout in enumerate(layout for layout in LAYOUTS for _ in range(3)):
-        report = Simulation(100 + seed, layout=layout).run(5556)
-        num_steps += report.num_steps
-        seen.update(report.events)
-    assert num_steps >= 100_000
+        seen.update(Simulation(100 + seed, layout=layout).run(1200).events)
     assert seen == set(EVENTS), "some kind of event has not occurred"
 
 
@@ -115,6 +117,15 @@ class TestMistakesAreNoticed:
     def test_room_that_nobody_is_told_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(EngineCore, "_tell_watchers", lambda self: None)
         self.fails("do not end")
+
+    def test_prefixes_of_other_salts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(manager, "root_digest", lambda salt, version: root_digest(None, version))
+        self.fails("sees other KV than its own")
+
+    @pytest.mark.parametrize("name", ["preempt_all", "reset_prefix_cache"])
+    def test_keys_of_old_weights(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        monkeypatch.setattr(Scheduler, name, lambda self: None)
+        self.fails("sees other KV than its own")
 
     def test_blocks_that_do_not_come_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
         finish = Scheduler.finish
