@@ -1,1 +1,1 @@
-"""Measurements that users can repeat: `aiocb bench overhead | kernels | offline | serve`."""
+"""Measurements that users can repeat: `aiocb bench overhead | loop | startup | kernels | offline | serve | ...`."""

@@ -1,11 +1,15 @@
-"""`aiocb bench overhead | kernels | offline | serve | invariance`: tables, JSON on request, a plot for `serve`."""
+"""`aiocb bench ...`: a table on the screen, JSON on request. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import platform
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +19,39 @@ __all__ = ["app"]
 
 app = typer.Typer(help="Measure the engine on this machine.", no_args_is_help=True, pretty_exceptions_enable=False)
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")]
+Rows = list[dict[str, Any]]
+
+
+def _in_folder(path: Path | None) -> Path | None:
+    if path is not None and not path.parent.is_dir():  # seen now, not after minutes of measuring
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+def _ordered(bounds: tuple[int, int]) -> tuple[int, int]:
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise typer.BadParameter(f"give the smaller number first, and none below 1, not {bounds[0]} {bounds[1]}")
+    return bounds
+
+
+def _positive(rates: list[float] | None) -> list[float] | None:
+    for rate in rates or ():
+        if not 0 < rate < math.inf:
+            raise typer.BadParameter(f"requests per second must be a number above 0, not {rate:g}")
+    return rates
+
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", callback=_in_folder, help="Write the figures to this file as JSON.")
+]
 Model = Annotated[str, typer.Argument(help="A hub name, a directory, a GGUF file, or smollm2.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or as stored.")]
 Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights in the CPU kernels.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each case; medians are shown.")]
 Requests = Annotated[int, typer.Option(min=1, help="Number of requests.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels.")]
+PromptLen = Annotated[tuple[int, int], typer.Option(callback=_ordered, help="Shortest and longest prompt.")]
+NewLen = Annotated[tuple[int, int], typer.Option(callback=_ordered, help="Fewest and most new tokens.")]
 
 
 @app.command()
@@ -28,51 +59,81 @@ def overhead(repeats: Repeats = 3, json_file: JsonFile = None) -> None:
     """The engine's own cost with a model that computes nothing: chunks per second."""
     from aiocb.bench.overhead import run
 
-    _report("overhead", run(repeats), json_file)
+    _report("overhead", lambda: run(repeats), json_file)
+
+
+@app.command()
+def loop(repeats: Repeats = 3, json_file: JsonFile = None) -> None:
+    """How long the event loop stands still when many requests arrive at once and while it streams."""
+    from aiocb.bench.loop import run
+
+    _report("loop", lambda: run(repeats), json_file)
+
+
+@app.command()
+def startup(
+    model: Model = "smollm2", dtype: Dtype = "auto", int8: Int8 = False, repeats: Repeats = 5, json_file: JsonFile = None
+) -> None:
+    """A start seen from outside: seconds from a new process to a running engine and its first token."""
+    from aiocb.bench.startup import run
+
+    _report("startup", lambda: run(model, dtype=dtype, int8=int8, repeats=repeats), json_file)
 
 
 @app.command()
 def kernels(
-    quick: Annotated[bool, typer.Option(help="One shape of each kernel.")] = False, json_file: JsonFile = None
+    quick: Annotated[bool, typer.Option(help="One shape of each kernel.")] = False,
+    threads: Threads = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Each native kernel against torch and against the bound of memory or arithmetic."""
     from aiocb.bench.kernels import run
 
-    _report("kernels", run(quick=quick), json_file)
+    _report("kernels", lambda: run(num_threads=threads, quick=quick), json_file)
 
 
 @app.command()
 def offline(
     model: Model = "smollm2",
     requests: Requests = 64,
-    prompt_len: Annotated[tuple[int, int], typer.Option(help="Shortest and longest prompt.")] = (16, 512),
-    new_len: Annotated[tuple[int, int], typer.Option(help="Fewest and most new tokens.")] = (16, 128),
+    prompt_len: PromptLen = (16, 512),
+    new_len: NewLen = (16, 128),
     dtype: Dtype = "auto",
     int8: Int8 = False,
     repeats: Repeats = 3,
     json_file: JsonFile = None,
 ) -> None:
     """All requests at once."""
-    rows = asyncio.run(_load(model, [float("inf")], requests, prompt_len, new_len, dtype, int8, repeats))
-    _report("offline", rows, json_file)
+    _report("offline", lambda: _load(model, dtype, int8, [math.inf], requests, prompt_len, new_len, repeats), json_file)
 
 
 @app.command()
 def serve(
     model: Model = "smollm2",
-    rate: Annotated[list[float] | None, typer.Option(help="Requests per second; several are measured in turn.")] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(callback=_positive, help="Requests per second; several are measured in turn."),
+    ] = None,
     requests: Requests = 64,
-    prompt_len: Annotated[tuple[int, int], typer.Option(help="Shortest and longest prompt.")] = (16, 512),
-    new_len: Annotated[tuple[int, int], typer.Option(help="Fewest and most new tokens.")] = (16, 96),
+    prompt_len: PromptLen = (16, 512),
+    new_len: NewLen = (16, 96),
     dtype: Dtype = "auto",
     int8: Int8 = False,
     repeats: Repeats = 1,
-    plot: Annotated[Path | None, typer.Option(help="Draw latency over load into this PNG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(callback=_in_folder, help="Draw latency over load into this PNG file.")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Poisson arrivals: time to first token and between tokens over load."""
-    rows = asyncio.run(_load(model, rate or [1.0, 2.0, 4.0, 8.0], requests, prompt_len, new_len, dtype, int8, repeats))
-    _report("serve", rows, json_file)
+    from aiocb.bench.load import draw
+
+    if plot is not None:
+        _need_matplotlib()
+    rates = rate or [1.0, 2.0, 4.0, 8.0]
+    rows = _report(
+        "serve", lambda: _load(model, dtype, int8, rates, requests, prompt_len, new_len, repeats), json_file
+    )
     if plot is not None:
         draw(rows, plot)
 
@@ -81,8 +142,8 @@ def serve(
 def invariance(
     model: Model = "smollm2",
     requests: Requests = 64,
-    prompt_len: Annotated[tuple[int, int], typer.Option(help="Shortest and longest prompt.")] = (16, 512),
-    new_len: Annotated[tuple[int, int], typer.Option(help="Fewest and most new tokens.")] = (16, 128),
+    prompt_len: PromptLen = (16, 512),
+    new_len: NewLen = (16, 128),
     dtype: Dtype = "auto",
     int8: Int8 = False,
     json_file: JsonFile = None,
@@ -90,86 +151,89 @@ def invariance(
     """Whether outputs are the same, bit by bit, alone and in any batch; exit status 1 when not."""
     from aiocb.bench.invariance import run
 
-    rows = asyncio.run(
-        run(
-            model,
-            num_requests=requests,
-            prompt_len=prompt_len,
-            new_len=new_len,
-            dtype=dtype,
-            quantization="int8" if int8 else None,
-        )
-    )
-    _report("invariance", rows, json_file)
+    options: dict[str, Any] = {"dtype": dtype, "quantization": "int8" if int8 else None}
+    measured = run(model, num_requests=requests, prompt_len=prompt_len, new_len=new_len, **options)
+    rows = _report("invariance", lambda: asyncio.run(measured), json_file)
     if any(row["identical"] != row["requests"] for row in rows):
         raise typer.Exit(1)
 
 
-async def _load(
+@app.command()
+def quality(
+    model: Model = "smollm2",
+    tokens: Annotated[int, typer.Option(min=512, help="Tokens of text.")] = 20_480,
+    speed: Annotated[bool, typer.Option("--speed", help="How long steps take in both, instead.")] = False,
+    threads: Threads = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What 8-bit weights cost: each way of running a model against the same model in float32, on English text."""
+    from aiocb.bench import quality as bench
+
+    if speed:
+        _report("speed of quantisation", lambda: bench.speed(model, num_threads=threads), json_file)
+    else:
+        _report("quality", lambda: bench.measure(model, num_tokens=tokens, num_threads=threads), json_file)
+
+
+def _load(
     model: str,
+    dtype: str,
+    int8: bool,
     rates: list[float],
     requests: int,
     prompt_len: tuple[int, int],
     new_len: tuple[int, int],
-    dtype: str,
-    int8: bool,
     repeats: int,
-) -> list[dict[str, Any]]:
+) -> Rows:
     import aiocb
-    from aiocb.bench.load import measure, medians, poisson
+    from aiocb.bench.load import run
 
     engine = aiocb.Engine.from_pretrained(model, dtype=dtype, quantization="int8" if int8 else None)
-    async with engine:
-        await measure(engine, poisson(engine.tokenizer, float("inf"), 4, prompt_len=(24, 64), new_len=(8, 8)))
-        rows = []
-        for rate in rates:
-            arrivals = poisson(engine.tokenizer, rate, requests, prompt_len=prompt_len, new_len=new_len, seed=1)
-            runs = []
-            for _ in range(repeats):
-                engine.reset_prefix_cache()
-                runs.append(await measure(engine, arrivals))
-            rows.append({"rate": "all at once" if rate == float("inf") else rate, **medians(runs)})
-    return rows
+    return asyncio.run(run(engine, rates, requests, prompt_len=prompt_len, new_len=new_len, repeats=repeats))
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Plot time to first token and between tokens over the arrival rate (PNG)."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    rates = [row["rate"] for row in rows]
-    for axis, key, title in ((axes[0], "ttft", "time to first token"), (axes[1], "itl", "time between tokens")):
-        for share in ("p50", "p99"):
-            axis.plot(rates, [row[f"{key}_{share}_ms"] for row in rows], marker="o", label=share)
-        axis.set(xlabel="requests per second", ylabel="ms", title=title, ylim=(0, None))
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise typer.BadParameter("a plot needs matplotlib: pip install 'aiocb[bench]'", param_hint="--plot") from None
 
 
-def _report(name: str, rows: list[dict[str, Any]], json_file: Path | None) -> None:
+def _report(name: str, measure: Callable[[], Rows], json_file: Path | None) -> Rows:
+    """Measure, show the rows, and write them down with all that says what they are of."""
     from rich.console import Console
     from rich.table import Table
 
     import aiocb
 
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    rows = measure()
+    machine = _machine()
     table = Table(title=f"{name} ({machine}, aiocb {aiocb.__version__})", title_justify="left")
-    for key in rows[0]:
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    for key in keys:
         table.add_column(key.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
+        table.add_row(*(_cell(row.get(key)) for key in keys))
     console = Console()
     if not console.is_terminal:
         console = Console(width=240)  # a file or a pipe: never cut a column
     console.print(table)
     if json_file is not None:
-        record = {"bench": name, "machine": machine, "version": aiocb.__version__, "rows": rows}
+        command = shlex.join(["aiocb", *sys.argv[1:]])
+        record = {"bench": name, "command": command, "machine": machine, "version": aiocb.__version__, "rows": rows}
         json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return rows
+
+
+def _machine() -> str:
+    processor = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+            processor = next(names, processor)
+    except OSError:
+        pass  # not Linux
+    return f"{processor}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
 
 
 def _cell(value: Any) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, Library, NativeModel, load
 from aiocb.kernels.library import FORMATS, ModelConfig, StepArguments
 from aiocb.kernels.threads import default_num_threads
@@ -43,11 +44,11 @@ def run(*, num_threads: int | None = None, repeats: int = 7, quick: bool = False
         quick: one shape of each kernel.
 
     Raises:
-        RuntimeError: there are no native kernels here.
+        ConfigError: there are no native kernels here.
     """
     library = load()
     if isinstance(library, KernelUnavailable):
-        raise RuntimeError(library.reason)
+        raise ConfigError(f"there are no native kernels here: {library.reason}")
     threads = num_threads or default_num_threads()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

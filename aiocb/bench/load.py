@@ -9,11 +9,26 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiocb
+from aiocb.errors import ConfigError
 
-__all__ = ["Arrival", "Measured", "corpus_prompts", "lag_probe", "measure", "medians", "poisson", "quantile", "summary"]
+__all__ = [
+    "Arrival",
+    "Measured",
+    "corpus",
+    "draw",
+    "lag_probe",
+    "measure",
+    "medians",
+    "milliseconds",
+    "poisson",
+    "quantile",
+    "run",
+    "summary",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,33 +48,80 @@ class Measured:
     token_times_s: list[float] = field(default_factory=list)
 
 
-def corpus_prompts(tokenizer: Any, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Slices of English text (the standard library's own help topics), as token ids."""
+def corpus(tokenizer: Any) -> list[int]:
+    """English text that is on every machine (the standard library's own help topics), as token ids."""
     from pydoc_data import topics
 
     text = "\n\n".join(topics.topics[key] for key in sorted(topics.topics))
-    corpus = tokenizer.encode(text, add_special_tokens=False)
-    chooser = random.Random(seed)
-    return [corpus[(start := chooser.randrange(len(corpus) - length)) : start + length] for length in lengths]
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
 
 
 def poisson(
     tokenizer: Any, rate: float, count: int, *, prompt_len: tuple[int, int], new_len: tuple[int, int], seed: int = 0
 ) -> list[Arrival]:
-    """A workload with exponential gaps of mean `1 / rate` s; `rate=inf` lets all arrive at once.
+    """A workload of slices of `corpus` with exponential gaps of mean `1 / rate` s; `rate=inf` lets all arrive at once.
 
     Prompt lengths are log-uniform, output lengths uniform, both within the given bounds.
+
+    Raises:
+        ConfigError: the text is shorter than the longest prompt.
     """
     chooser = random.Random(seed)
     low, high = (math.log(bound) for bound in prompt_len)
     lengths = [round(math.exp(chooser.uniform(low, high))) for _ in range(count)]
-    prompts = corpus_prompts(tokenizer, lengths, seed)
+    text, places = corpus(tokenizer), random.Random(seed)
+    if max(lengths) >= len(text):
+        raise ConfigError(f"there are {len(text)} tokens of text, which is too few for prompts of {prompt_len[1]}")
     at, arrivals = 0.0, []
-    for prompt in prompts:
+    for length in lengths:
         if math.isfinite(rate):
             at += chooser.expovariate(rate)
-        arrivals.append(Arrival(at, prompt, chooser.randint(*new_len)))
+        first = places.randrange(len(text) - length)
+        arrivals.append(Arrival(at, text[first : first + length], chooser.randint(*new_len)))
     return arrivals
+
+
+async def run(
+    engine: aiocb.Engine,
+    rates: Sequence[float],
+    num_requests: int,
+    *,
+    prompt_len: tuple[int, int],
+    new_len: tuple[int, int],
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Return a row per rate (requests per second; inf is all at once): medians of `repeats` runs after a warm-up."""
+    async with engine:
+        await measure(engine, poisson(engine.tokenizer, math.inf, 4, prompt_len=(24, 64), new_len=(8, 8)))
+        rows = []
+        for rate in rates:
+            arrivals = poisson(engine.tokenizer, rate, num_requests, prompt_len=prompt_len, new_len=new_len, seed=1)
+            runs = []
+            for _ in range(repeats):
+                engine.reset_prefix_cache()
+                runs.append(await measure(engine, arrivals))
+            rows.append({"rate": "all at once" if rate == math.inf else rate, **medians(runs)})
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot time to first token and between tokens over the arrival rate (PNG)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    rates = [row["rate"] for row in rows]
+    for axis, key, title in ((axes[0], "ttft", "time to first token"), (axes[1], "itl", "time between tokens")):
+        for share in ("p50", "p99"):
+            axis.plot(rates, [row[f"{key}_{share}_ms"] for row in rows], marker="o", label=share)
+        axis.set(xlabel="requests per second", ylabel="ms", title=title, ylim=(0, None))
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 async def lag_probe(lags: list[float], interval: float = 0.001) -> None:
@@ -99,7 +161,7 @@ async def measure(engine: aiocb.Engine, arrivals: Sequence[Arrival]) -> dict[str
     after = engine.stats()
     return {
         **summary([task.result() for task in tasks], wall),
-        "loop_lag_p99_ms": _ms(quantile(lags, 0.99)),
+        "loop_lag_p99_ms": milliseconds(quantile(lags, 0.99)),
         "wakeups_per_step": round(
             (after.num_loop_wakeups - before.num_loop_wakeups) / max(after.num_steps - before.num_steps, 1), 3
         ),
@@ -116,10 +178,10 @@ def summary(results: Sequence[Measured], wall: float) -> dict[str, Any]:
         "output_tokens": num_tokens,
         "wall_s": round(wall, 3),
         "output_tokens_per_s": round(num_tokens / wall, 1),
-        "ttft_p50_ms": _ms(quantile(first, 0.5)),
-        "ttft_p99_ms": _ms(quantile(first, 0.99)),
-        "itl_p50_ms": _ms(quantile(between, 0.5)),
-        "itl_p99_ms": _ms(quantile(between, 0.99)),
+        "ttft_p50_ms": milliseconds(quantile(first, 0.5)),
+        "ttft_p99_ms": milliseconds(quantile(first, 0.99)),
+        "itl_p50_ms": milliseconds(quantile(between, 0.5)),
+        "itl_p99_ms": milliseconds(quantile(between, 0.99)),
     }
 
 
@@ -146,5 +208,6 @@ def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _ms(seconds: float | None) -> float | None:
+def milliseconds(seconds: float | None) -> float | None:
+    """For a table: two decimals."""
     return None if seconds is None else round(seconds * 1e3, 2)

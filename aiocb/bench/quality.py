@@ -3,8 +3,6 @@
 Every candidate sees the same windows of tokens. The logit error is the mean of |logit - float32's logit| over all
 tokens and the whole vocabulary; KL is that of the distributions, from float32's to the candidate's; both are given
 beside transformers in bfloat16, the precision that users take for granted.
-
-    python -m aiocb.bench.quality smollm2
 """
 
 from __future__ import annotations
@@ -13,12 +11,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pydoc_data import topics
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aiocb.bench.load import corpus
+from aiocb.errors import ConfigError
 from aiocb.kernels import Library, load
 from aiocb.model.build import model_defaults
 from aiocb.model.load.hub import load as load_model
@@ -38,16 +37,15 @@ Logits = Callable[[list[int]], Tensor]
 
 
 def english_tokens(tokenizer: Any, count: int) -> list[int]:
-    """Return `count` tokens of Python's own manual, which is on every machine.
+    """Return `count` tokens of `corpus`.
 
     Raises:
-        ValueError: the text is shorter.
+        ConfigError: the text is shorter.
     """
-    text = "\n\n".join(topics.topics[key] for key in sorted(topics.topics))
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    ids = corpus(tokenizer)
     start = min(_TEXT_START, max(0, len(ids) - count))
     if len(ids) - start < count:
-        raise ValueError(f"the text has {len(ids)} tokens, {count} were asked for")
+        raise ConfigError(f"the text has {len(ids)} tokens, {count} were asked for")
     return ids[start : start + count]
 
 
@@ -66,14 +64,14 @@ def measure(
         num_threads: of the native kernels; None is one per physical core.
 
     Raises:
-        RuntimeError: the native kernels cannot run this model.
+        ConfigError: the native kernels cannot run this model.
     """
     loaded = load_model(name, dtype=torch.bfloat16, device="cpu")
     tokens = english_tokens(loaded.tokenizer, num_tokens // window * window)
     windows = [tokens[first : first + window] for first in range(0, len(tokens), window)]
     library = load()
     if not isinstance(library, Library):
-        raise RuntimeError(library.reason)
+        raise ConfigError(library.reason)
     candidates: dict[str, Logits] = {"transformers bfloat16": _module_logits(loaded.model)}
     runners = []
     weights = {}
@@ -115,7 +113,7 @@ def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, conte
     model = load_model(name, dtype=torch.bfloat16, device="cpu").model
     library = load()
     if not isinstance(library, Library):
-        raise RuntimeError(library.reason)
+        raise ConfigError(library.reason)
     blocks = 64 * (context // _PAGE + 1) * _PAGE
     runners = [_runner(model, library, q, None, blocks, num_threads) for q in (None, "int8")]
     rows = []
@@ -216,7 +214,7 @@ def _runner(
         quantization=quantization,
     )  # fmt: skip
     if isinstance(runner, str):
-        raise RuntimeError(runner)
+        raise ConfigError(runner)
     return runner
 
 
@@ -244,26 +242,3 @@ def _weight_bytes(model: Any, quantization: str | None) -> float:
     """Bytes that a step reads: every matrix once, the embedding not at all (it is looked up)."""
     count = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     return count * (2.0 if quantization is None else 1.0 + 2.0 / 32)  # a bf16 scale per 32
-
-
-def main() -> None:
-    """Print both tables of docs/int8.md as JSON lines."""
-    import argparse
-    import json
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=20_480)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--only", choices=("quality", "speed"), default=None)
-    arguments = parser.parse_args()
-    if arguments.only != "quality":
-        for row in speed(arguments.model, num_threads=arguments.threads):
-            print(json.dumps(row), flush=True)
-    if arguments.only != "speed":
-        for row in measure(arguments.model, num_tokens=arguments.tokens, num_threads=arguments.threads):
-            print(json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()

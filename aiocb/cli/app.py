@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import logging
 import sys
 from typing import Annotated
 
 import typer
 
-from aiocb.cli.terminal import ModelOptions, report_errors
+from aiocb.bench.cli import app as bench
+from aiocb.cli.terminal import ModelOptions
 
 __all__ = ["app"]
 
@@ -29,11 +30,21 @@ Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels.",
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel="Model")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Tracebacks and log messages.", rich_help_panel="Model")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
 Seed = Annotated[int | None, typer.Option(help="Makes the answers repeatable.")]
 System = Annotated[str | None, typer.Option(help="The system message.")]
+
+
+def _set_debug(context: typer.Context, is_asked: bool) -> None:
+    if is_asked:
+        context.ensure_object(dict)["debug"] = True
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+
+
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", callback=_set_debug, help="Tracebacks and log messages.", rich_help_panel="Model"),
+]
 
 
 def _show_version(is_asked: bool) -> None:
@@ -59,21 +70,21 @@ def chat(
     system: System = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; unset: the model's own.")] = None,
     top_p: TopP = None,
-    max_new_tokens: MaxNewTokens = 1024,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer, as far as they fit.")] = 1024,
     seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = None,
     int8: Int8 = False,
     threads: Threads = None,
     trust_remote_code: Trust = False,
-    debug: Debug = False,
+    _debug: Debug = False,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help shows the rest."""
     from aiocb.cli.chat import Chat
 
-    options = ModelOptions(model, dtype, device, int8, threads, trust_remote_code, debug)
-    with report_errors(debug):
-        Chat(options, system, temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed).run()
+    options = ModelOptions(model, dtype, device, int8, threads, trust_remote_code)
+    sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+    raise typer.Exit(Chat(options, system, **sampling).run())
 
 
 @app.command()
@@ -86,7 +97,9 @@ def run(
         list[float] | None, typer.Option(min=0.0, help="Once for all prompts, or once per prompt; 0 is greedy.")
     ] = None,
     top_p: TopP = None,
-    max_new_tokens: MaxNewTokens = 256,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer; unset: 256, as far as they fit.")
+    ] = None,
     seed: Seed = None,
     system: System = None,
     raw: Annotated[
@@ -97,7 +110,7 @@ def run(
     int8: Int8 = False,
     threads: Threads = None,
     trust_remote_code: Trust = False,
-    debug: Debug = False,
+    _debug: Debug = False,
 ) -> None:
     """Answer several prompts at once, each in its own column."""
     from aiocb.cli.run import Run
@@ -112,18 +125,17 @@ def run(
             param_hint="--temperature",
         )
     temperatures *= 1 if len(temperatures) == len(texts) else len(texts)
-    options = ModelOptions(model, dtype, device, int8, threads, trust_remote_code, debug)
-    with report_errors(debug):
-        exit_code = Run(
-            options,
-            list(zip(texts, temperatures, strict=True)),
-            system=system,
-            raw=raw,
-            top_p=top_p,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-        ).run()
-    raise typer.Exit(exit_code)
+    options = ModelOptions(model, dtype, device, int8, threads, trust_remote_code)
+    columns = Run(
+        options,
+        list(zip(texts, temperatures, strict=True)),
+        system=system,
+        raw=raw,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    raise typer.Exit(columns.run())
 
 
 @app.command()
@@ -134,26 +146,15 @@ def info(
     int8: Int8 = False,
     threads: Threads = None,
     trust_remote_code: Trust = False,
-    debug: Debug = False,
+    _debug: Debug = False,
 ) -> None:
     """Load a model and show what was chosen for it, and why."""
     from aiocb.cli.info import show_info
 
-    with report_errors(debug):
-        show_info(ModelOptions(model, dtype, device, int8, threads, trust_remote_code, debug))
+    show_info(ModelOptions(model, dtype, device, int8, threads, trust_remote_code))
 
 
-# A command group of its own (`aiocb.bench.cli:app`), imported only when it is asked for: this stands in for
-# `app.add_typer`, which would have to import it to list its commands.
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-def bench(context: typer.Context) -> None:
-    """Measure: overhead, kernels, throughput (see `aiocb bench --help`)."""
-    with report_errors(False):
-        group: typer.Typer = importlib.import_module("aiocb.bench.cli").app
-    group(args=list(context.args), prog_name="aiocb bench")
+app.add_typer(bench, name="bench")
 
 
 def _lines() -> list[str]:

@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiocb.cli.terminal import ModelOptions, on_interrupt, open_engine, printable, sampling_arguments
-from aiocb.errors import ConfigError, RequestError
+from aiocb.cli.reader import make_reader
+from aiocb.cli.terminal import (
+    INTERRUPTED,
+    ModelOptions,
+    context_len,
+    count_tokens,
+    on_interrupt,
+    one_line,
+    open_engine,
+    printable,
+    sampling_arguments,
+)
+from aiocb.cli.wrap import WordWrap
+from aiocb.errors import ConfigError, InvalidRequest, RequestError
+from aiocb.sampling_params import ModelDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
+    from aiocb.engine.stream import Stream
 
 __all__ = ["Chat"]
 
 _HELP = """\
 /system TEXT      set the system message (without a text: remove it)
 /temperature X    0 is greedy (without a number: the model's own)
+/top_p X          nucleus sampling (without a number: the model's own)
+/max N            most tokens of an answer (without a number: as many as fit)
 /reset            forget the conversation
+/save FILE        write the conversation: messages as JSON to a name that ends in .json, else text
 /quit             leave (also Ctrl-D)
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next one."""
+Ctrl-C stops an answer, twice leaves. Enter sends; Alt-Enter, or a \\ before Enter, begins a new line.
+Pasted lines are one message. The arrow keys bring back what was sent before."""
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+_SETTINGS: dict[str, tuple[str, Callable[[str], float]]] = {
+    "/temperature": ("temperature", float),
+    "/top_p": ("top_p", float),
+    "/max": ("max_new_tokens", _positive),
+}
 
 
 class Chat:
-    """Reads lines, streams answers, keeps the conversation.
+    """Reads messages, streams answers, keeps the conversation.
 
     Args:
         options: the model.
@@ -36,109 +71,146 @@ class Chat:
         self._system = system
         self._sampling = sampling
         self._messages: list[dict[str, str]] = []
+        self._first = 0  # of the messages that the model still sees
+        self._saved: Path | None = None
         self._is_terminal = sys.stdout.isatty()
 
-    def run(self) -> None:
-        """Chat until the user leaves.
+    @property
+    def _preamble(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self._system}] if self._system else []
+
+    def run(self) -> int:
+        """Chat until the user leaves; return the exit code: 1 when messages from a pipe were not (all) answered, or
+        none from a terminal.
 
         Raises:
             ConfigError: the model cannot be loaded, or has no chat template.
         """
+        read = make_reader()
+        is_typed = sys.stdin is not None and sys.stdin.isatty()
+        num_answered = num_failed = num_interrupts = 0
         with open_engine(self._options) as (runner, engine):
             if getattr(engine.tokenizer, "chat_template", None) is None:
                 raise ConfigError(
                     f"{self._options.model} has no chat template (a base model?); "
                     f"continue texts with: aiocb run --raw {self._options.model} 'Once upon a time'"
                 )
-            self._note(f"{self._options.model}: /help shows the commands, Ctrl-D leaves.")
-            while (line := self._read()) is not None:
-                if not line.strip():
-                    continue
-                if line.startswith("/"):
-                    if not self._command(line):
-                        return
-                    continue
+            if is_typed:
+                self._note(f"{self._options.model}: /help shows the commands, Ctrl-D leaves.")
+            while num_interrupts < 2:
                 try:
-                    runner.run(self._answer(engine, line))
-                except RequestError as error:
-                    self._error(str(error))
+                    text = read().rstrip("\n")
+                except EOFError:
+                    break
+                except KeyboardInterrupt:
+                    if not is_typed:
+                        raise
+                    num_interrupts += 1
+                    self._note("Ctrl-C once more, or Ctrl-D leaves.")
+                    continue
+                num_interrupts = 0
+                if text.startswith("/"):
+                    if not self._command(text):
+                        break
+                elif text.strip():
+                    try:
+                        num_interrupts = runner.run(self._answer(engine, text))
+                        num_answered += 1
+                        if num_interrupts and not is_typed:
+                            return INTERRUPTED
+                    except RequestError as error:
+                        num_failed += 1
+                        self._error(str(error))
+        if is_typed:
+            return int(num_failed > 0 and not num_answered)
+        if not num_answered and not num_failed:
+            self._error("there was no message on standard input")
+        return int(num_failed > 0 or not num_answered)
 
-    def _read(self) -> str | None:
-        """The next line, or None at the end of input. Ctrl-C begins the line anew."""
-        is_interactive = sys.stdin.isatty()
-        if is_interactive:
-            import readline  # noqa: F401  (gives input() editing and history)
-        lines: list[str] = []
-        while True:
-            try:
-                line = input(("... " if lines else "> ") if is_interactive else "")
-            except EOFError:
-                if is_interactive:
-                    print()
-                return "\n".join(lines) if lines else None
-            except KeyboardInterrupt:
-                print()
-                self._note("/quit or Ctrl-D leaves.")
-                lines = []
-                continue
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line])
-            lines.append(line[:-1])
+    # ── commands ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _command(self, line: str) -> bool:
-        """Obey a line that begins with a slash; False means leave."""
-        name, _, rest = line.partition(" ")
+    def _command(self, text: str) -> bool:
+        """Obey a message that begins with a slash; False means leave."""
+        name, _, rest = text.partition(" ")
         rest = rest.strip()
-        if name in ("/quit", "/exit", "/bye"):
-            return False
-        if name == "/reset":
-            self._messages.clear()
-            self._note("The conversation is forgotten.")
-        elif name == "/system":
-            self._system = rest or None
-            self._note("The system message is set." if rest else "There is no system message now.")
-        elif name == "/temperature":
-            self._set_temperature(rest)
-        elif name == "/help":
-            self._note(_HELP)
-        else:
-            self._error(f"unknown command {name}; /help shows what there is")
+        match name.strip():
+            case "/quit" | "/exit" | "/bye":
+                return False
+            case "/help":
+                self._note(_HELP)
+            case "/reset":
+                self._messages.clear()
+                self._first = 0
+                self._note("The conversation is forgotten.")
+            case "/system":
+                self._system = rest or None
+                self._note("The system message is set." if rest else "There is no system message now.")
+            case "/save":
+                self._save(rest)
+            case command if command in _SETTINGS:
+                self._set(command, rest)
+            case command:
+                self._error(f"unknown command {command}; /help shows what there is")
         return True
 
-    def _set_temperature(self, text: str) -> None:
+    def _set(self, command: str, text: str) -> None:
+        name, parse = _SETTINGS[command]
         try:
-            value = float(text) if text else None
+            value = parse(text) if text else None
+            SamplingParams(**{name: value}).resolve(ModelDefaults(1, 1 << 62))  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            self._error(str(error))
         except ValueError:
-            value = -1.0
-        if value is not None and not 0 <= value < float("inf"):
-            self._error(f"the temperature must be a number from 0 up, not {text}")
-            return
-        self._sampling["temperature"] = value
-        self._note(f"The temperature is {'the model’s own' if value is None else f'{value:g}'} now.")
+            self._error(f"{command} takes a number, not {text}")
+        else:
+            unset = "unset" if name == "max_new_tokens" else "the model’s own"
+            self._sampling[name] = value
+            self._note(f"The {name} is {unset if value is None else f'{value:g}'} now.")
 
-    async def _answer(self, engine: Engine, line: str) -> None:
-        """Stream the answer to a line; both join the conversation once there is an answer.
+    def _save(self, name: str) -> None:
+        path = Path(name).expanduser()
+        messages = [*self._preamble, *self._messages]
+        if path.suffix == ".json":
+            text = json.dumps(messages, ensure_ascii=False, indent=1) + "\n"
+        else:
+            text = "\n".join(f"{message['role']}:\n{message['content'].strip()}\n" for message in messages)
+        try:
+            # Only what this chat has written before is replaced.
+            with path.open("w" if path == self._saved else "x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            self._error(f"/save FILE: {error}")
+        else:
+            self._saved = path
+            self._note(f"Saved {len(messages)} messages in {path}.")
+
+    # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _answer(self, engine: Engine, text: str) -> int:
+        """Stream the answer to a text; both join the conversation. Return how often Ctrl-C was pressed.
 
         Raises:
             RequestError: the request was refused or has failed.
         """
-        question = {"role": "user", "content": line}
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        arguments = sampling_arguments(**self._sampling)
+        question = {"role": "user", "content": text}
         texts: list[str] = []
         started = time.perf_counter()
         first_s = 0.0
         num_tokens = num_interrupts = 0
         reason = None
-        stream = engine.stream([*system, *self._messages, question], **arguments)
+        stream: Stream | None = None
+        wrap = WordWrap(sys.stdout.write, lambda: shutil.get_terminal_size().columns)
 
         def interrupt() -> None:
             # The first press ends the answer with the next step; should a step take long, the second does not wait.
             nonlocal num_interrupts
             num_interrupts += 1
-            stream.finish() if num_interrupts == 1 else stream.close()
+            if stream is not None:
+                stream.finish() if num_interrupts == 1 else stream.close()
 
         with on_interrupt(interrupt):
+            messages, limit = await self._fit(engine, question)
+            stream = engine.stream(messages, **sampling_arguments(**{**self._sampling, "max_new_tokens": limit}))
             try:
                 async with stream:
                     if num_interrupts:
@@ -149,26 +221,60 @@ class Chat:
                         num_tokens += len(chunk.token_ids)
                         reason = chunk.finish_reason
                         texts.append(chunk.text)
-                        self._write(chunk.text)
+                        if self._is_terminal:
+                            wrap.push(printable(chunk.text))
+                        else:
+                            sys.stdout.write(chunk.text)
+                        sys.stdout.flush()
             finally:
+                wrap.flush()
                 if texts:
                     print(flush=True)
         seconds = time.perf_counter() - started
         self._messages += [question, {"role": "assistant", "content": "".join(texts)}]
-        end = "stopped, " if num_interrupts else "cut, " if reason == "length" else ""
-        rate = (num_tokens - 1) / (seconds - first_s) if num_tokens > 1 and seconds > first_s else 0.0
-        self._note(f"[{end}{num_tokens} tokens, {rate:.0f} tok/s, first after {first_s:.2f} s]", only_terminal=True)
+        if self._is_terminal:
+            end = "stopped, " if num_interrupts else ""
+            if reason == "length":
+                end = "cut, " if limit == self._sampling["max_new_tokens"] else "cut at the end of the context, "
+            rate = (num_tokens - 1) / (seconds - first_s) if num_tokens > 1 and seconds > first_s else 0.0
+            self._note(f"[{end}{num_tokens} tokens, {rate:.0f} tok/s, first after {first_s:.2f} s]")
+        return num_interrupts
 
-    def _write(self, text: str) -> None:
-        sys.stdout.write(printable(text) if self._is_terminal else text)
-        sys.stdout.flush()
+    async def _fit(self, engine: Engine, question: dict[str, str]) -> tuple[list[dict[str, str]], int]:
+        """The messages to send and the limit of the answer: what is left of the context, at most what was asked for.
 
-    def _note(self, text: str, *, only_terminal: bool = False) -> None:
+        The oldest turns are left out, for good, where less than a quarter of the context would be left.
+
+        Raises:
+            InvalidRequest: the question does not fit, or was refused.
+        """
+        context = context_len(engine)
+        wanted = self._sampling["max_new_tokens"] or context
+        first = self._first
+        while True:
+            messages = [*self._preamble, *self._messages[first:], question]
+            try:
+                room = context - await count_tokens(engine, messages)
+            except InvalidRequest:
+                if first == len(self._messages):
+                    raise
+                room = 0
+            if room >= min(wanted, context // 4) or first == len(self._messages):
+                break
+            first += 2
+        if first > self._first:
+            turns = (first - self._first) // 2
+            self._note(f"[left out, for they do not fit the context any more: the oldest turns of the chat, {turns}]")
+            self._first = first
+        return messages, max(1, min(wanted, room))
+
+    def _note(self, text: str) -> None:
         """Something of the program, not of the model: dim on a terminal."""
         if self._is_terminal:
             print(f"\x1b[2m{printable(text)}\x1b[0m")
-        elif not only_terminal:
+        else:
             print(text, file=sys.stderr)
 
     def _error(self, text: str) -> None:
-        print(f"\x1b[31m{printable(text)}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr)
+        text = one_line(text)
+        print(f"\x1b[31m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr)

@@ -9,7 +9,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiocb.cli.terminal import INTERRUPTED, ModelOptions, on_interrupt, open_engine, sampling_arguments
+from aiocb.cli.terminal import (
+    INTERRUPTED,
+    ModelOptions,
+    context_len,
+    count_tokens,
+    on_interrupt,
+    open_engine,
+    sampling_arguments,
+)
 from aiocb.errors import AiocbError
 
 if TYPE_CHECKING:
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Column", "Run", "summarize"]
 
 _REFRESH_S = 1 / 12
+_MAX_NEW_TOKENS = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +114,9 @@ class Run:
         arguments = sampling_arguments(temperature=column.temperature, **self._sampling)
         started = time.perf_counter()
         try:
+            if "max_new_tokens" not in arguments:
+                room = context_len(engine) - await count_tokens(engine, prompt)
+                arguments["max_new_tokens"] = max(1, min(_MAX_NEW_TOKENS, room))
             async with engine.stream(prompt, **arguments) as stream:
                 column.stream = stream
                 if self._num_interrupts:

@@ -1,10 +1,9 @@
-"""What the commands share: a quiet process, an engine with a loop, interrupts, and errors in one line."""
+"""What the commands share: a quiet process, an engine with a loop, the room for an answer, interrupts."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -13,19 +12,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
+from aiocb.errors import AiocbError, ConfigError
 
 if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
 
 __all__ = [
+    "INTERRUPTED",
     "ModelOptions",
     "build_engine",
+    "context_len",
+    "count_tokens",
     "on_interrupt",
+    "one_line",
     "open_engine",
     "printable",
     "quieten",
-    "report_errors",
     "sampling_arguments",
 ]
 
@@ -46,7 +48,6 @@ class ModelOptions:
     int8: bool = False
     threads: int | None = None
     trust_remote_code: bool = False
-    debug: bool = False
 
 
 def quieten() -> None:
@@ -55,6 +56,7 @@ def quieten() -> None:
         ("TRANSFORMERS_VERBOSITY", "error"),
         ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
         ("HF_HUB_DISABLE_PROGRESS_BARS", "1"),
+        ("HF_HUB_VERBOSITY", "error"),
         ("TOKENIZERS_PARALLELISM", "false"),
     ):
         os.environ.setdefault(name, value)
@@ -68,6 +70,11 @@ def quieten() -> None:
 def printable(text: str) -> str:
     """The text with control characters (escape sequences) made visible and harmless."""
     return text.translate(_CONTROL)
+
+
+def one_line(text: str) -> str:
+    """The text of an error, harmless and without line ends."""
+    return printable(" ".join(text.split()))
 
 
 def sampling_arguments(**values: Any) -> dict[str, Any]:
@@ -95,18 +102,39 @@ def open_engine(options: ModelOptions) -> Iterator[tuple[asyncio.Runner, Engine]
     """Load the model behind a spinner; yield a loop (not running) and the running engine.
 
     The loop stands still between the calls of `runner.run`. So a chat can read its next line in the main thread with
-    the ordinary line editor and the ordinary Ctrl-C, and no thread has to be stuck in `input` when the program ends.
+    its line editor and the ordinary Ctrl-C, and no thread has to be stuck in `input` when the program ends.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
     """
-    if options.debug:
-        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         with _spinner(f"Loading {options.model}") as progress:
-            engine = build_engine(options, progress)
-            runner.run(engine.__aenter__())
+            try:
+                engine = build_engine(options, progress)
+                runner.run(engine.__aenter__())
+            except AiocbError:
+                raise
+            except Exception as error:  # whatever a library has against the model or the device
+                raise ConfigError(f"cannot load {options.model}: {type(error).__name__}: {error}") from error
         try:
             yield runner, engine
         finally:
             runner.run(engine.__aexit__(None, None, None))
+
+
+def context_len(engine: Engine) -> int:
+    """The most tokens, prompt and answer together, that one request of a running engine can have."""
+    return next(int(choice.value) for choice in engine.describe() if choice.name == "max_request_tokens")
+
+
+async def count_tokens(engine: Engine, prompt: Any) -> int:
+    """Tokens of a prompt, as the engine encodes it.
+
+    Raises:
+        InvalidRequest: it was refused, or is too long by itself.
+    """
+    nothing = await engine.generate(prompt, max_new_tokens=0)
+    return nothing.usage.num_prompt_tokens
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -138,44 +166,13 @@ def _spinner(title: str) -> Iterator[Callable[[str, float], None] | None]:
 
 @contextlib.contextmanager
 def on_interrupt(callback: Callable[[], None]) -> Iterator[None]:
-    """Call back on the running loop for every Ctrl-C inside, instead of cancelling the task."""
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, callback)
+    """Call back for every Ctrl-C inside, instead of cancelling the task.
+
+    At once, between two instructions of the main thread, and not as a callback of the loop: that one would be lost when
+    the loop is about to stop.
+    """
+    previous = signal.signal(signal.SIGINT, lambda *_: callback())
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
-
-
-@contextlib.contextmanager
-def report_errors(is_debug: bool) -> Iterator[None]:
-    """Turn an exception into one line on standard error and an exit code.
-
-    Raises:
-        typer.Exit: 1 after an error, 130 after Ctrl-C.
-    """
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except KeyboardInterrupt:
-        _leave_at_once(INTERRUPTED)
-    except BrokenPipeError:
-        # The reader (`| head`) has left. Python would complain about it once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    except Exception as error:
-        if is_debug:
-            raise
-        while isinstance(error, ExceptionGroup):  # of a task group: they all have one cause
-            error = error.exceptions[0]
-        print(f"aiocb: {printable(str(error)) or type(error).__name__}", file=sys.stderr)
-        raise typer.Exit(1) from None
-
-
-def _leave_at_once(code: int) -> None:
-    """Exit without waiting for a daemon thread that may be in the middle of loading a model."""
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+        signal.signal(signal.SIGINT, previous)

@@ -20,12 +20,14 @@ import pytest
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_aiocb.py"))]
 REAL = [sys.executable, "-m", "aiocb.cli"]
 CTRL_C, CTRL_D = "\x03", "\x04"
+READY = "\\$ "
+"""Matches the prompt of a chat that waits for input (the editor asks the terminal to mark pasted text)."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x01|\x02|\r")
 
 
 def environment(**extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    return {**kept, "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1", "INPUTRC": "/dev/null", **extra}
+    return {**kept, "TERM": "xterm-256color", "PYTHONUNBUFFERED": "1", **extra}
 
 
 class Terminal:
@@ -79,7 +81,7 @@ class Terminal:
             data = os.read(self._master, 65536)
         except OSError:  # Linux reports the end of a terminal as EIO
             return False
-        self.output += _ESCAPES.sub("", data.decode(errors="replace"))
+        self.output += _ESCAPES.sub("", data.decode(errors="replace").replace("\x1b[?2004h", "$ "))
         return bool(data)
 
 
@@ -87,12 +89,12 @@ Spawn = Callable[..., Terminal]
 
 
 @pytest.fixture
-def spawn() -> Iterator[Spawn]:
-    """Start programs on terminals; whatever still runs is killed at the end."""
+def spawn(tmp_path: Path) -> Iterator[Spawn]:
+    """Start programs on terminals, with a history of their own; whatever still runs is killed at the end."""
     terminals: list[Terminal] = []
 
     def start(command: list[str], **options: object) -> Terminal:
-        terminals.append(Terminal(command, **options))  # type: ignore[arg-type]
+        terminals.append(Terminal(command, **{"XDG_STATE_HOME": str(tmp_path), **options}))  # type: ignore[arg-type]
         return terminals[-1]
 
     yield start

@@ -1,7 +1,7 @@
 """The command line over a model that computes nothing: it repeats its prompt, or says "tick " for ever.
 
 Run as a program by the tests, in a terminal of their own. Options of the fake come from the environment:
-`FAKE_LOAD_S` (seconds to load) and `FAKE_STEP_S` (seconds per step).
+`FAKE_LOAD_S` (seconds to load), `FAKE_STEP_S` (seconds per step) and `FAKE_CONTEXT` (tokens of the longest request).
 """
 
 from __future__ import annotations
@@ -9,61 +9,40 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import aiocb
 from aiocb.cli import main, terminal
 from aiocb.sampling_params import ModelDefaults
-from aiocb.testing import FakeRunner
+from aiocb.testing import FakeRunner, byte_tokenizer
+from aiocb.testing.fake import EOS_TOKEN_ID
 
-END = "<|end|>"
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
 
-def make_tokenizer(has_template: bool) -> Any:
-    """One token per byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: index for index, character in enumerate(alphabet)}
-    backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([END])
-    make: Any = PreTrainedTokenizerFast
-    return make(tokenizer_object=backend, eos_token=END, chat_template=TEMPLATE if has_template else None)
-
-
-def make_echo(tokenizer: Any) -> FakeRunner:
-    """Repeats the prompt and ends; a prompt with "forever" in it gets an endless answer."""
-    tick = tokenizer.encode("tick ", add_special_tokens=False)
-    forever = tokenizer.encode("forever", add_special_tokens=False)
-
-    def reply(prompt: Sequence[int]) -> Sequence[int]:
-        size = len(forever)
-        is_endless = any(list(prompt[i : i + size]) == forever for i in range(len(prompt)))
-        return tick * 20_000 if is_endless else list(prompt)
-
-    return FakeRunner(
-        reply,
-        vocab_size=512,
-        eos_token_id=tokenizer.eos_token_id,
-        num_blocks=4096,
-        step_time=float(os.environ.get("FAKE_STEP_S", "0.001")),
-    )
+def reply(prompt: Sequence[int]) -> Sequence[int]:
+    return b"tick " * 20_000 if b"forever" in bytes(prompt) else prompt
 
 
 def build_engine(options: terminal.ModelOptions, progress: Callable[[str, float], None] | None) -> aiocb.Engine:
-    tokenizer = make_tokenizer(has_template="base" not in options.model)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None if "base" in options.model else TEMPLATE
+    if "broken" in options.model:
+        raise AssertionError("it is broken,\nand that is what a library says")
+    runner = FakeRunner(
+        reply,
+        eos_token_id=EOS_TOKEN_ID,
+        max_model_len=int(os.environ.get("FAKE_CONTEXT", "65536")),
+        num_blocks=4200,
+        step_time=float(os.environ.get("FAKE_STEP_S", "0.001")),
+    )
 
     def make_runner(_config: aiocb.EngineConfig) -> FakeRunner:
         if progress is not None:
             progress("load", 0.5)
         time.sleep(float(os.environ.get("FAKE_LOAD_S", "0")))
-        return make_echo(tokenizer)
+        return runner
 
-    defaults = ModelDefaults(512, 1 << 16, (tokenizer.eos_token_id,))
+    defaults = ModelDefaults(runner.vocab_size, runner.max_model_len, (EOS_TOKEN_ID,))
     return aiocb.Engine.from_runner(make_runner, defaults, tokenizer)
 
 

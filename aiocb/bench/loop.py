@@ -1,0 +1,97 @@
+"""How long the event loop stands still: when many requests arrive at once, and while it streams.
+
+The lag is that of a ticker of one millisecond, from the first request to the last token. The model sleeps for ten
+milliseconds a step and computes nothing. The loop's own time for a request is measured apart: the processor time of its
+thread while requests are submitted (chat messages: rendered, encoded, checked, handed over) and no step runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import aiocb
+from aiocb.bench.idle import VOCAB_SIZE, IdleRunner, loop_factories
+from aiocb.bench.load import lag_probe, medians, milliseconds, quantile
+from aiocb.sampling_params import ModelDefaults
+from aiocb.testing import byte_tokenizer
+
+__all__ = ["measure", "run"]
+
+_STEP_S = 0.01
+_NUM_RUNNING = 256
+_PROMPT = [{"role": "user", "content": "What is the capital of France, and since when? One sentence, please."}]
+
+# Name, requests at once, tokens of each, log-probabilities.
+_CASES: tuple[tuple[str, int, int, int | None], ...] = (
+    ("256 requests at once", 256, 16, None),
+    ("5000 requests at once", 5000, 4, None),
+    ("64 streams", 64, 100, None),
+    ("64 streams, 20 log-probabilities", 64, 100, 20),
+)
+
+
+async def measure(num_requests: int, num_tokens: int, logprobs: int | None = None) -> dict[str, Any]:
+    """Submit requests at once and read them to their ends.
+
+    Returns:
+        the lag's median, 99th percentile and maximum, and the loop's time per request.
+    """
+    config = aiocb.EngineConfig(
+        max_batch_tokens=8192, max_requests_per_batch=_NUM_RUNNING, safety_margin=0.0, allow_block_sharing=False
+    )
+    engine = aiocb.Engine.from_runner(
+        lambda _: IdleRunner(_NUM_RUNNING * 32, _STEP_S, logprobs),
+        ModelDefaults(VOCAB_SIZE, 1 << 20),
+        byte_tokenizer(),
+        config=config,
+    )
+    lags: list[float] = []
+
+    async def read(is_open: asyncio.Semaphore) -> None:
+        async with engine.stream(_PROMPT, max_new_tokens=num_tokens, logprobs=logprobs) as stream:
+            is_open.release()
+            async for _ in stream:
+                pass
+
+    async def submit() -> tuple[Sequence[asyncio.Task[None]], float]:
+        """Open all; return their tasks and the time that this thread has worked until the last was open."""
+        num_open = asyncio.Semaphore(0)
+        worked = time.thread_time()
+        tasks = [asyncio.ensure_future(read(num_open)) for _ in range(num_requests)]
+        for _ in tasks:
+            await num_open.acquire()
+        return tasks, time.thread_time() - worked
+
+    async with engine:
+        await engine.generate(_PROMPT, max_new_tokens=2)  # a template is compiled when it is first used
+        async with engine.pause():
+            tasks, worked = await submit()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        probe = asyncio.ensure_future(lag_probe(lags))
+        await asyncio.sleep(0.02)
+        lags.clear()
+        tasks, _ = await submit()
+        await asyncio.gather(*tasks)
+        probe.cancel()
+    return {
+        "lag_p50_ms": milliseconds(quantile(lags, 0.5)),
+        "lag_p99_ms": milliseconds(quantile(lags, 0.99)),
+        "lag_max_ms": milliseconds(max(lags)),
+        "loop_us_per_request": round(worked / num_requests * 1e6, 1),
+    }
+
+
+def run(repeats: int = 3) -> list[dict[str, Any]]:
+    """Measure all cases on every kind of event loop; medians of `repeats` alternating runs."""
+    measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _ in range(repeats):
+        for name, *case in _CASES:
+            for loop, factory in loop_factories().items():
+                with asyncio.Runner(loop_factory=factory) as runner:
+                    measured.setdefault((loop, name), []).append(runner.run(measure(*case)))
+    return [{"loop": loop, "case": name, **medians(rows)} for (loop, name), rows in measured.items()]
