@@ -72,7 +72,11 @@ def loop(repeats: Repeats = 3, json_file: JsonFile = None) -> None:
 
 @app.command()
 def startup(
-    model: Model = "smollm2", dtype: Dtype = "auto", int8: Int8 = False, repeats: Repeats = 5, json_file: JsonFile = None
+    model: Model = "smollm2",
+    dtype: Dtype = "auto",
+    int8: Int8 = False,
+    repeats: Repeats = 5,
+    json_file: JsonFile = None,
 ) -> None:
     """A start seen from outside: seconds from a new process to a running engine and its first token."""
     from aiocb.bench.startup import run
@@ -131,9 +135,7 @@ def serve(
     if plot is not None:
         _need_matplotlib()
     rates = rate or [1.0, 2.0, 4.0, 8.0]
-    rows = _report(
-        "serve", lambda: _load(model, dtype, int8, rates, requests, prompt_len, new_len, repeats), json_file
-    )
+    rows = _report("serve", lambda: _load(model, dtype, int8, rates, requests, prompt_len, new_len, repeats), json_file)
     if plot is not None:
         draw(rows, plot)
 

@@ -1,20 +1,25 @@
-"""Runners that compute nothing, so that what is left is the engine."""
+"""Runners that compute nothing, so that what is left is the engine, and the loops to measure it on."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from aiocb.bench.load import medians
 from aiocb.outputs import TokenLogprobs
 from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
 
-__all__ = ["VOCAB_SIZE", "IdleRunner", "LockstepRunner", "loop_factories"]
+__all__ = ["VOCAB_SIZE", "IdleRunner", "LockstepRunner", "on_every_loop"]
 
 VOCAB_SIZE = 32_000
+Row = dict[str, Any]
+
 _TOKEN = 97
+_PATIENCE_S = 60.0
 
 
 class IdleRunner:
@@ -85,7 +90,7 @@ class LockstepRunner(IdleRunner):
         """
         result = super().submit(plan)
         if plan.entries and not self._is_free:
-            if not self._turn.acquire(timeout=60.0):
+            if not self._turn.acquire(timeout=_PATIENCE_S):
                 raise TimeoutError("tokens were made that nobody reads")
             self._num_made += sum(map(len, result.token_ids))
             if self._num_made == self._num_read:
@@ -104,11 +109,21 @@ class LockstepRunner(IdleRunner):
         self._turn.release()
 
 
-def loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The event loops to measure with: asyncio's own and, where it is installed, uvloop."""
+def on_every_loop(cases: Sequence[Callable[[], Coroutine[Any, Any, Row]]], repeats: int) -> list[Row]:
+    """Run all cases on asyncio's own event loop and, where it is installed, uvloop's.
+
+    Returns:
+        a row per case and loop: medians of `repeats` runs, taken in turn, so that a slow spell of the machine hits all.
+    """
     factories: dict[str, Any] = {"asyncio": asyncio.new_event_loop}
-    try:
+    with contextlib.suppress(ImportError):
         import uvloop
-    except ImportError:
-        return factories
-    return {**factories, "uvloop": uvloop.new_event_loop}
+
+        factories["uvloop"] = uvloop.new_event_loop
+    measured: dict[tuple[int, str], list[Row]] = {}
+    for _ in range(repeats):
+        for index, case in enumerate(cases):
+            for name, factory in factories.items():
+                with asyncio.Runner(loop_factory=factory) as runner:
+                    measured.setdefault((index, name), []).append(runner.run(case()))
+    return [{"loop": name, **medians(rows)} for (_, name), rows in measured.items()]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import aiocb
-from aiocb.bench.idle import VOCAB_SIZE, IdleRunner, loop_factories
-from aiocb.bench.load import lag_probe, medians, milliseconds, quantile
+from aiocb.bench.idle import VOCAB_SIZE, IdleRunner, on_every_loop
+from aiocb.bench.load import lag_probe, milliseconds, quantile
 from aiocb.sampling_params import ModelDefaults
 from aiocb.testing import byte_tokenizer
 
@@ -24,13 +25,8 @@ _STEP_S = 0.01
 _NUM_RUNNING = 256
 _PROMPT = [{"role": "user", "content": "What is the capital of France, and since when? One sentence, please."}]
 
-# Name, requests at once, tokens of each, log-probabilities.
-_CASES: tuple[tuple[str, int, int, int | None], ...] = (
-    ("256 requests at once", 256, 16, None),
-    ("5000 requests at once", 5000, 4, None),
-    ("64 streams", 64, 100, None),
-    ("64 streams, 20 log-probabilities", 64, 100, 20),
-)
+# Requests at once, tokens of each, log-probabilities.
+_CASES = ((256, 16, None), (5000, 4, None), (64, 100, None), (64, 100, 20))
 
 
 async def measure(num_requests: int, num_tokens: int, logprobs: int | None = None) -> dict[str, Any]:
@@ -79,6 +75,9 @@ async def measure(num_requests: int, num_tokens: int, logprobs: int | None = Non
         await asyncio.gather(*tasks)
         probe.cancel()
     return {
+        "requests": num_requests,
+        "tokens": num_tokens,
+        "logprobs": logprobs,
         "lag_p50_ms": milliseconds(quantile(lags, 0.5)),
         "lag_p99_ms": milliseconds(quantile(lags, 0.99)),
         "lag_max_ms": milliseconds(max(lags)),
@@ -88,10 +87,4 @@ async def measure(num_requests: int, num_tokens: int, logprobs: int | None = Non
 
 def run(repeats: int = 3) -> list[dict[str, Any]]:
     """Measure all cases on every kind of event loop; medians of `repeats` alternating runs."""
-    measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for _ in range(repeats):
-        for name, *case in _CASES:
-            for loop, factory in loop_factories().items():
-                with asyncio.Runner(loop_factory=factory) as runner:
-                    measured.setdefault((loop, name), []).append(runner.run(measure(*case)))
-    return [{"loop": loop, "case": name, **medians(rows)} for (loop, name), rows in measured.items()]
+    return on_every_loop([partial(measure, *case) for case in _CASES], repeats)

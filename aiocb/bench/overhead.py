@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 import aiocb
-from aiocb.bench.idle import VOCAB_SIZE, LockstepRunner, loop_factories
-from aiocb.bench.load import medians
+from aiocb.bench.idle import VOCAB_SIZE, LockstepRunner, on_every_loop
 from aiocb.sampling_params import ModelDefaults
 
 __all__ = ["measure", "run"]
@@ -80,10 +80,4 @@ async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> dic
 
 def run(repeats: int = 3) -> list[dict[str, Any]]:
     """Measure all cases on every kind of event loop; medians of `repeats` alternating runs."""
-    measured: dict[tuple[str, tuple[int, int, int]], list[dict[str, Any]]] = {}
-    for _ in range(repeats):
-        for case in _CASES:
-            for name, factory in loop_factories().items():
-                with asyncio.Runner(loop_factory=factory) as runner:
-                    measured.setdefault((name, case), []).append(runner.run(measure(*case)))
-    return [{"loop": name, **medians(rows)} for (name, _), rows in measured.items()]
+    return on_every_loop([partial(measure, *case) for case in _CASES], repeats)

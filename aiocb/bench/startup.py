@@ -37,7 +37,7 @@ def run(model: str, *, dtype: str = "auto", int8: bool = False, repeats: int = 5
 
 
 def _start(arguments: list[str]) -> dict[str, float]:
-    times = {}
+    times: dict[str, float] = {}
     started = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-m", __name__, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

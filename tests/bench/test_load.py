@@ -1,4 +1,4 @@
-"""Summaries of the load benchmark, and a whole run over a fake model."""
+"""The load benchmark: summaries, whole runs over a fake model, small ones over a real one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 import aiocb
-from aiocb.bench.cli import app, draw
-from aiocb.bench.load import Arrival, Measured, measure, medians, quantile, summary
-from aiocb.bench.overhead import LockstepRunner
-from aiocb.bench.overhead import measure as measure_overhead
+from aiocb.bench.cli import app
+from aiocb.bench.idle import IdleRunner
+from aiocb.bench.load import Arrival, Measured, draw, measure, medians, poisson, quantile, summary
+from aiocb.errors import ConfigError
 from aiocb.sampling_params import ModelDefaults
+from aiocb.testing import byte_tokenizer
 
 
 def test_summary_counts_and_times() -> None:
@@ -38,7 +39,7 @@ def test_medians_field_by_field() -> None:
 
 def test_measure_delivers_every_token() -> None:
     async def main() -> None:
-        engine = aiocb.Engine.from_runner(lambda _: LockstepRunner(64, lockstep=False), ModelDefaults(32_000, 1 << 20))
+        engine = aiocb.Engine.from_runner(lambda _: IdleRunner(64), ModelDefaults(32_000, 1 << 20))
         async with engine:
             row = await measure(engine, [Arrival(0.0, [1, 2], 5), Arrival(0.001, [3], 3)])
         assert row["output_tokens"] == 8
@@ -48,15 +49,9 @@ def test_measure_delivers_every_token() -> None:
     asyncio.run(main())
 
 
-def test_overhead_reads_one_chunk_per_token() -> None:
-    row = asyncio.run(measure_overhead(8, 20))
-    assert row["streams"] == 8
-    assert row["chunks_per_s"] > 0
-
-
-def test_overhead_with_a_queue() -> None:
-    row = asyncio.run(measure_overhead(4, 20, num_queued=50))
-    assert row["queued"] == 50
+def test_prompts_that_the_text_cannot_fill_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tokens of text"):
+        poisson(byte_tokenizer(), float("inf"), 1, prompt_len=(1 << 30, 1 << 30), new_len=(1, 1))
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from aiocb._version import __version__
-from aiocb.cli import terminal
+from aiocb.cli import main, terminal
+from aiocb.cli.app import app
+from aiocb.errors import ConfigError
 
 from .conftest import FAKE, REAL, Spawn, run_plain, without_build
 
@@ -16,7 +19,6 @@ def test_version_and_help() -> None:
     text = run_plain([*REAL, "--help"]).stdout
     for command in ("chat", "run", "info", "bench"):
         assert f" {command} " in text
-    assert "--temperature" in run_plain([*REAL, "run", "--help"]).stdout
 
 
 def test_help_does_not_import_torch() -> None:
@@ -24,17 +26,85 @@ def test_help_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_model_that_is_not_there() -> None:
-    result = run_plain([*REAL, "info", "missing.gguf"])
-    assert result.returncode == 1
+def one_line_of(stderr: str) -> str:
+    assert stderr.count("\n") == 1, stderr
+    assert stderr.startswith("aiocb: ")
+    return stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["info", "missing.gguf"], 1, "missing.gguf"),
+        (["chat", "nosuch/x/y"], 1, "cannot load 'nosuch/x/y'"),
+        (["run", "nosuch/x/y", "a"], 1, "cannot load 'nosuch/x/y'"),
+        (["bench", "offline", "nosuch/x/y"], 1, "cannot load 'nosuch/x/y'"),
+        (["bench", "startup", "nosuch/x/y"], 1, "cannot load 'nosuch/x/y'"),
+        (["info", "--threads", "0"], 1, "num_threads"),
+        (["chat", "--nonsense"], 2, "--nonsense"),
+        (["chat", "--temperature", "hot"], 2, "--temperature"),
+        (["bench", "serve", "--rate", "0"], 2, "--rate"),
+        (["bench", "nonsense"], 2, "nonsense"),
+        (["nonsense"], 2, "nonsense"),
+    ],
+)
+def test_an_error_is_one_line(arguments: list[str], code: int, says: str) -> None:
+    result = run_plain([*REAL, *arguments])
+    assert result.returncode == code
     assert result.stdout == ""
-    assert result.stderr.startswith("aiocb: ")
-    assert "missing.gguf" in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert says in one_line_of(result.stderr)
 
 
-def test_debug_shows_where_an_error_comes_from() -> None:
-    assert "Traceback" in run_plain([*FAKE, "chat", "base", "--debug"]).stderr
+def test_what_a_library_raises_while_a_model_is_loaded_is_one_line_too() -> None:
+    result = run_plain([*FAKE, "info", "broken"])
+    assert result.returncode == 1
+    assert one_line_of(result.stderr) == (
+        "aiocb: cannot load broken: AssertionError: it is broken, and that is what a library says\n"
+    )
+    assert "Traceback" in run_plain([*FAKE, "info", "broken", "--debug"]).stderr
+
+
+@pytest.mark.parametrize("commands", [[], ["chat"], ["run"], ["info"], ["bench"], ["bench", "offline"]])
+def test_help_is_short_or_long(commands: list[str]) -> None:
+    runner = CliRunner()
+    short, long = (runner.invoke(app, [*commands, option]) for option in ("-h", "--help"))
+    assert short.exit_code == long.exit_code == 0
+    assert short.output == long.output
+    assert "Usage" in short.output
+
+
+def test_without_a_command_there_is_the_help() -> None:
+    result = run_plain(REAL)
+    assert result.returncode == 2
+    assert "Usage" in result.stdout
+    assert result.stderr == ""
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("aiocb.cli.app.app", fail)
+    monkeypatch.setattr(terminal, "quieten", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def test_our_own_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyError):
+        run_main(monkeypatch, KeyError("a fault"))
+    with pytest.raises(ExceptionGroup):
+        run_main(monkeypatch, ExceptionGroup("of a task group", [KeyError("a fault")]))
+
+
+def test_errors_of_a_task_group_are_those_inside(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = ExceptionGroup("outer", [ExceptionGroup("inner", [ConfigError("this\nand\x1b[2J that")])])
+    assert run_main(monkeypatch, group) == 1
+    assert capsys.readouterr().err == "aiocb: this and\ufffd[2J that\n"
 
 
 def test_info_of_the_fake(spawn: Spawn) -> None:

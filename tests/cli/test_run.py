@@ -77,6 +77,16 @@ def test_one_prompt_that_fails_leaves_the_others_alone() -> None:
     assert "1 failed" in result.stdout
 
 
+def test_the_default_limit_is_what_fits() -> None:
+    result = run_plain([*FAKE, "run", "fake", "forever"], FAKE_CONTEXT="50")
+    assert result.stdout.startswith("[1] forever\ntick tick")
+    assert "1 prompt, 36 tokens" in result.stdout
+    assert result.returncode == 0
+    result = run_plain([*FAKE, "run", "fake", "forever", "--max-new-tokens", "37"], FAKE_CONTEXT="50")
+    assert "error: max_new_tokens=37" in result.stdout
+    assert result.returncode == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -89,14 +99,15 @@ def test_one_prompt_that_fails_leaves_the_others_alone() -> None:
 def test_wrong_usage(arguments: list[str], says: str) -> None:
     result = run_plain([*REAL, *arguments])
     assert result.returncode == 2
-    assert says in " ".join(result.stderr.split())
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_reader_that_leaves_is_no_error(spawn: Spawn) -> None:
     command = " ".join(FAKE) + " run fake " + " ".join(["forever"] * 40) + " --max-new-tokens 3000 | head -1"
     result = run_plain(["bash", "-c", command], FAKE_STEP_S="0")
     assert result.stdout == "[1] forever\n"
-    assert "Traceback" not in result.stderr
+    assert result.stderr == ""
 
 
 @pytest.mark.model

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 
 from aiocb.cli.wrap import WordWrap
 
-PROSE = "The sea was calm that morning, and nobody – not even the old keeper – expected   a storm.\n\n  - first\n  - second"
+PROSE = "The sea was calm that morning, and nobody – not even the keeper – expected   a storm.\n\n  - first\n  - second"
 
 
 def wrapped(pieces: list[str], width: int) -> list[str]:
