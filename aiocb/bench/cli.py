@@ -108,7 +108,10 @@ def offline(
     json_file: JsonFile = None,
 ) -> None:
     """All requests at once."""
-    _report("offline", lambda: _load(model, dtype, int8, [math.inf], requests, prompt_len, new_len, repeats), json_file)
+    from aiocb.bench.load import Workload, run
+
+    workload = Workload(model, dtype, int8, requests, prompt_len, new_len)
+    _report("offline", lambda: asyncio.run(run(workload, [math.inf], repeats)), json_file)
 
 
 @app.command()
@@ -130,12 +133,12 @@ def serve(
     json_file: JsonFile = None,
 ) -> None:
     """Poisson arrivals: time to first token and between tokens over load."""
-    from aiocb.bench.load import draw
+    from aiocb.bench.load import Workload, draw, run
 
     if plot is not None:
         _need_matplotlib()
-    rates = rate or [1.0, 2.0, 4.0, 8.0]
-    rows = _report("serve", lambda: _load(model, dtype, int8, rates, requests, prompt_len, new_len, repeats), json_file)
+    workload = Workload(model, dtype, int8, requests, prompt_len, new_len)
+    rows = _report("serve", lambda: asyncio.run(run(workload, rate or [1.0, 2.0, 4.0, 8.0], repeats)), json_file)
     if plot is not None:
         draw(rows, plot)
 
@@ -152,10 +155,10 @@ def invariance(
 ) -> None:
     """Whether outputs are the same, bit by bit, alone and in any batch; exit status 1 when not."""
     from aiocb.bench.invariance import run
+    from aiocb.bench.load import Workload
 
-    options: dict[str, Any] = {"dtype": dtype, "quantization": "int8" if int8 else None}
-    measured = run(model, num_requests=requests, prompt_len=prompt_len, new_len=new_len, **options)
-    rows = _report("invariance", lambda: asyncio.run(measured), json_file)
+    workload = Workload(model, dtype, int8, requests, prompt_len, new_len)
+    rows = _report("invariance", lambda: asyncio.run(run(workload)), json_file)
     if any(row["identical"] != row["requests"] for row in rows):
         raise typer.Exit(1)
 
@@ -175,23 +178,6 @@ def quality(
         _report("speed of quantisation", lambda: bench.speed(model, num_threads=threads), json_file)
     else:
         _report("quality", lambda: bench.measure(model, num_tokens=tokens, num_threads=threads), json_file)
-
-
-def _load(
-    model: str,
-    dtype: str,
-    int8: bool,
-    rates: list[float],
-    requests: int,
-    prompt_len: tuple[int, int],
-    new_len: tuple[int, int],
-    repeats: int,
-) -> Rows:
-    import aiocb
-    from aiocb.bench.load import run
-
-    engine = aiocb.Engine.from_pretrained(model, dtype=dtype, quantization="int8" if int8 else None)
-    return asyncio.run(run(engine, rates, requests, prompt_len=prompt_len, new_len=new_len, repeats=repeats))
 
 
 def _need_matplotlib() -> None:

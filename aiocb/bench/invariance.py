@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import aiocb
-from aiocb.bench.load import Arrival, poisson
+from aiocb.bench.load import Arrival, Workload
 
 __all__ = ["run"]
 
@@ -36,26 +36,14 @@ class _Way(NamedTuple):
     is_repeated: bool = False
 
 
-async def run(
-    model: str,
-    *,
-    num_requests: int = 64,
-    prompt_len: tuple[int, int] = (16, 512),
-    new_len: tuple[int, int] = (16, 128),
-    dtype: str = "auto",
-    quantization: Literal["int8"] | None = None,
-    budgets: Sequence[int] = (48, 128, 512),
-) -> list[dict[str, Any]]:
+async def run(workload: Workload, budgets: Sequence[int] = (48, 128, 512)) -> list[dict[str, Any]]:
     """Return a row per way: `run`, `identical` (of how many), and what happened on the way.
 
     Args:
-        model: a model as `Engine.from_pretrained` takes it.
-        num_requests: plain greedy, greedy with log-probabilities and sampled ones in turn.
-        prompt_len, new_len: fewest and most tokens.
-        dtype, quantization: as `Engine.from_pretrained` takes them.
+        workload: its requests are plain greedy, greedy with log-probabilities and sampled ones in turn.
         budgets: step budgets (`max_batch_tokens`) that cut the prompts differently.
     """
-    longest = -(-(prompt_len[1] + new_len[1]) // _PAGE) + 1
+    longest = -(-(workload.prompt_len[1] + workload.new_len[1]) // _PAGE) + 1
     ways = [
         _Way("alone", {}, is_alone=True),
         *(_Way(f"batched, budget {budget}", {"max_batch_tokens": budget}) for budget in budgets),
@@ -67,12 +55,8 @@ async def run(
     rows = []
     for way in ways:
         config = dataclasses.replace(base, **way.settings)
-        async with aiocb.Engine.from_pretrained(
-            model, dtype=dtype, quantization=quantization, config=config, device="cpu"
-        ) as engine:
-            requests = poisson(
-                engine.tokenizer, float("inf"), num_requests, prompt_len=prompt_len, new_len=new_len, seed=1
-            )
+        async with workload.engine(config=config, device="cpu") as engine:
+            requests = workload.arrivals(engine.tokenizer)
             if way.is_repeated:
                 await _outputs(engine, requests, is_alone=False)
             outputs = await _outputs(engine, requests, is_alone=way.is_alone)
@@ -82,7 +66,7 @@ async def run(
             {
                 "run": way.name,
                 "identical": sum(mine == theirs for mine, theirs in zip(outputs, expected, strict=True)),
-                "requests": num_requests,
+                "requests": workload.num_requests,
                 "steps": stats.num_steps,
                 "cached_prompt_tokens": stats.prefix_cache_hits,
                 "preemptions": stats.num_preemptions,

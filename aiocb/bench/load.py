@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiocb
 from aiocb.errors import ConfigError
@@ -18,6 +18,7 @@ from aiocb.errors import ConfigError
 __all__ = [
     "Arrival",
     "Measured",
+    "Workload",
     "corpus",
     "draw",
     "lag_probe",
@@ -82,21 +83,41 @@ def poisson(
     return arrivals
 
 
-async def run(
-    engine: aiocb.Engine,
-    rates: Sequence[float],
-    num_requests: int,
-    *,
-    prompt_len: tuple[int, int],
-    new_len: tuple[int, int],
-    repeats: int,
-) -> list[dict[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Random requests and the model that answers them.
+
+    Attributes:
+        model, dtype: as `Engine.from_pretrained` takes them.
+        int8: weights of 8 bits.
+        num_requests: how many.
+        prompt_len, new_len: fewest and most tokens.
+    """
+
+    model: str
+    dtype: str
+    int8: bool
+    num_requests: int
+    prompt_len: tuple[int, int]
+    new_len: tuple[int, int]
+
+    def engine(self, **options: Any) -> aiocb.Engine:
+        """An engine over the model; options are those of `Engine.from_pretrained`."""
+        quantization: Literal["int8"] | None = "int8" if self.int8 else None
+        return aiocb.Engine.from_pretrained(self.model, dtype=self.dtype, quantization=quantization, **options)
+
+    def arrivals(self, tokenizer: Any, rate: float = math.inf) -> list[Arrival]:
+        """The same requests every time; see `poisson`."""
+        return poisson(tokenizer, rate, self.num_requests, prompt_len=self.prompt_len, new_len=self.new_len, seed=1)
+
+
+async def run(workload: Workload, rates: Sequence[float], repeats: int) -> list[dict[str, Any]]:
     """Return a row per rate (requests per second; inf is all at once): medians of `repeats` runs after a warm-up."""
-    async with engine:
+    rows = []
+    async with workload.engine() as engine:
         await measure(engine, poisson(engine.tokenizer, math.inf, 4, prompt_len=(24, 64), new_len=(8, 8)))
-        rows = []
         for rate in rates:
-            arrivals = poisson(engine.tokenizer, rate, num_requests, prompt_len=prompt_len, new_len=new_len, seed=1)
+            arrivals = workload.arrivals(engine.tokenizer, rate)
             runs = []
             for _ in range(repeats):
                 engine.reset_prefix_cache()

@@ -227,8 +227,8 @@ def test_a_pipe_that_was_not_answered_is_a_failure(lines: str, answers: str, say
 
 
 def test_ctrl_c_at_a_pipe_is_an_interrupt() -> None:
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen([*FAKE, "chat", "fake"], env=environment(), **pipes)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*FAKE, "chat", "fake"], stdin=pipe, stdout=pipe, stderr=pipe, env=environment())
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"hi\n")
     process.stdin.flush()
