@@ -11,7 +11,7 @@ from typing import Any
 
 from aiocb.bench.load import medians
 from aiocb.outputs import TokenLogprobs
-from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
+from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, StepPlan, StepResult
 
 __all__ = ["VOCAB_SIZE", "IdleRunner", "LockstepRunner", "on_every_loop"]
 
@@ -22,7 +22,7 @@ _TOKEN = 97
 _PATIENCE_S = 60.0
 
 
-class IdleRunner:
+class IdleRunner(ImmediateRunner):
     """Returns the same token for every row.
 
     Args:
@@ -34,7 +34,6 @@ class IdleRunner:
     vocab_size = VOCAB_SIZE
     max_model_len = 1 << 20
     device_type = "cpu"
-    depth = 1
     choices = ()
 
     def __init__(self, num_blocks: int, step_s: float = 0.0, num_logprobs: int | None = None) -> None:
@@ -42,7 +41,7 @@ class IdleRunner:
         self._step_s = step_s
         self._num_logprobs = num_logprobs
 
-    def submit(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Sleep, and answer."""
         if self._step_s:
             time.sleep(self._step_s)
@@ -54,10 +53,6 @@ class IdleRunner:
     def _logprobs(self) -> TokenLogprobs:
         top = tuple((_TOKEN + rank, -0.5 - rank) for rank in range(self._num_logprobs or 0))
         return TokenLogprobs(_TOKEN, -0.5, 1, top)
-
-    def collect(self, handle: StepResult) -> StepResult:
-        """What was answered."""
-        return handle
 
     def release(self) -> None:
         """Nothing is remembered."""
@@ -82,13 +77,13 @@ class LockstepRunner(IdleRunner):
         self._turn = threading.Semaphore(1)
         self._is_free = False
 
-    def submit(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Wait for the readers, and answer.
 
         Raises:
             TimeoutError: the readers did not read for a minute: what is measured would be this wait.
         """
-        result = super().submit(plan)
+        result = super().execute(plan)
         if plan.entries and not self._is_free:
             if not self._turn.acquire(timeout=_PATIENCE_S):
                 raise TimeoutError("tokens were made that nobody reads")
