@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -52,27 +51,26 @@ async def measure(num_requests: int, num_tokens: int, logprobs: int | None = Non
             async for _ in stream:
                 pass
 
-    async def submit() -> tuple[Sequence[asyncio.Task[None]], float]:
+    async def submit(group: asyncio.TaskGroup) -> tuple[list[asyncio.Task[None]], float]:
         """Open all; return their tasks and the time that this thread has worked until the last was open."""
         num_open = asyncio.Semaphore(0)
         worked = time.thread_time()
-        tasks = [asyncio.ensure_future(read(num_open)) for _ in range(num_requests)]
+        tasks = [group.create_task(read(num_open)) for _ in range(num_requests)]
         for _ in tasks:
             await num_open.acquire()
         return tasks, time.thread_time() - worked
 
     async with engine:
         await engine.generate(_PROMPT, max_new_tokens=2)  # a template is compiled when it is first used
-        async with engine.pause():
-            tasks, worked = await submit()
+        async with engine.pause(), asyncio.TaskGroup() as group:
+            tasks, worked = await submit(group)
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
         probe = asyncio.ensure_future(lag_probe(lags))
         await asyncio.sleep(0.02)
         lags.clear()
-        tasks, _ = await submit()
-        await asyncio.gather(*tasks)
+        async with asyncio.TaskGroup() as group:
+            await submit(group)
         probe.cancel()
     return {
         "requests": num_requests,

@@ -8,6 +8,7 @@ prompts, and none of the requests that wait behind.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from functools import partial
 from typing import Any
@@ -47,7 +48,9 @@ async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> dic
                 all_run.set()
         one_ended.set()
 
-    async with aiocb.Engine.from_runner(lambda _: runner, ModelDefaults(VOCAB_SIZE, 1 << 20), config=config) as engine:
+    engine = aiocb.Engine.from_runner(lambda _: runner, ModelDefaults(VOCAB_SIZE, 1 << 20), config=config)
+    async with engine, contextlib.AsyncExitStack() as at_the_end:
+        at_the_end.callback(runner.free)  # also after Ctrl-C: the engine waits for its step
         async with engine.pause():  # what is submitted here stands in line before the first step
             streams = [engine.stream([2], max_new_tokens=num_tokens) for _ in range(num_streams)]
             queued = [engine.stream([5], max_new_tokens=2) for _ in range(num_queued)]
@@ -55,17 +58,18 @@ async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> dic
                 await stream.__aenter__()
             while engine.stats().num_requests_waiting < num_streams + num_queued:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-        tasks = [asyncio.ensure_future(read(stream)) for stream in streams]
-        await all_run.wait()
-        chunks, before = num_chunks, engine.stats()
-        start, cpu = time.perf_counter(), time.process_time()
-        await one_ended.wait()
-        elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
-        chunks, after = num_chunks - chunks, engine.stats()
-        runner.free()
-        for stream in (*streams, *queued):
-            stream.close()
-        await asyncio.gather(*tasks)
+        async with asyncio.TaskGroup() as group:
+            for stream in streams:
+                group.create_task(read(stream))
+            await all_run.wait()
+            chunks, before = num_chunks, engine.stats()
+            start, cpu = time.perf_counter(), time.process_time()
+            await one_ended.wait()
+            elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
+            chunks, after = num_chunks - chunks, engine.stats()
+            runner.free()
+            for stream in (*streams, *queued):
+                stream.close()
     steps = after.num_steps - before.num_steps
     return {
         "streams": num_streams,

@@ -131,9 +131,9 @@ class Chat:
 
     def _command(self, text: str) -> bool:
         """Obey a message that begins with a slash; False means leave."""
-        name, _, rest = text.partition(" ")
-        rest = rest.strip()
-        match name.strip():
+        name, *others = text.split(maxsplit=1)
+        rest = "".join(others).strip()
+        match name:
             case "/quit" | "/exit" | "/bye":
                 return False
             case "/help":

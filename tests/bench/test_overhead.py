@@ -58,3 +58,15 @@ def test_an_idle_model_has_as_many_log_probabilities_as_were_asked_for() -> None
         assert [len(each.top) for each in completion.logprobs] == [20, 20]
 
     asyncio.run(main())
+
+
+def test_a_measurement_that_is_cancelled_ends_at_once() -> None:
+    async def main() -> None:
+        for delay in (0.0, 0.05, 0.2):
+            task = asyncio.ensure_future(measure(4, 100_000, 10))
+            await asyncio.sleep(delay)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, 20)
+
+    asyncio.run(main())

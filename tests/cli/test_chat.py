@@ -33,6 +33,8 @@ def test_a_conversation(spawn: Spawn) -> None:
     ask(terminal, "/system Be brief.", "system message is set")
     ask(terminal, "two", "\nsystem:Be brief.;user:hello 😀;assistant:user:hello 😀;>;user:two;>")
     ask(terminal, "/reset", "forgotten")
+    ask(terminal, "/system\\\nTwo\\\nlines.", "system message is set")
+    ask(terminal, "three", "\nsystem:Two\nlines.;user:three;>")
     ask(terminal, "/system", "no system message")
 
     # Ctrl-C stops the answer, not the program; what was said stays in the conversation.
