@@ -36,7 +36,6 @@ def one_line_of(stderr: str) -> str:
     ("arguments", "code", "says"),
     [
         (["info", "missing.gguf"], 1, "missing.gguf"),
-        (["chat", "nosuch/x/y"], 1, "cannot load 'nosuch/x/y'"),
         (["run", "nosuch/x/y", "a"], 1, "cannot load 'nosuch/x/y'"),
         (["bench", "offline", "nosuch/x/y"], 1, "cannot load 'nosuch/x/y'"),
         (["bench", "startup", "nosuch/x/y"], 1, "cannot load 'nosuch/x/y'"),
