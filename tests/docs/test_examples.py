@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from starlette.testclient import TestClient
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from aiocb.testing import fake_engine
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+from .helpers import EXAMPLES, load_example, read_events
 
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # annotations are resolved through it
-    spec.loader.exec_module(module)
-    return module
+pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.model
 def test_concurrent_chats() -> None:
     path = EXAMPLES / "concurrent_chats.py"
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=240, check=False)
@@ -34,20 +25,37 @@ def test_concurrent_chats() -> None:
     assert done.stdout.count("tokens)") == 3
 
 
-def test_server_sent_events() -> None:
-    module = load("server_sent_events")
+@pytest.mark.model
+def test_servers_with_the_real_model() -> None:
+    module = load_example("fastapi_chat")
+    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0.0}
     with TestClient(module.app) as client:
-        lines = [line for line in client.get("/", params={"prompt": "One two"}).text.split("\n\n") if line]
-        assert lines[-1] == "data: [DONE]"
-        assert "".join(json.loads(line[6:])["text"] for line in lines[:-1]).strip()
+        events = read_events(client.post("/stream", json=question).text)
+        assert "Paris" in "".join(json.loads(data)["text"] for _, data in events)
+        assert module.engine.stats().num_requests_running == 0
+
+
+def test_server_sent_events() -> None:
+    module = load_example("server_sent_events")
+    module.engine = fake_engine(reply="One\n\ntwo\r\nthree")
+    with TestClient(module.app) as client:
+        *pieces, last = read_events(client.get("/", params={"prompt": "One two"}).text)
+        assert last == ("message", "[DONE]")
+        assert "".join(json.loads(data)["text"] for _, data in pieces) == "One\n\ntwo\r\nthree"
+        assert client.get("/", params={"prompt": "x" * 20_000}).status_code == 400
         assert module.engine.stats().num_requests_running == 0
 
 
 def test_websocket_chat() -> None:
-    module = load("websocket_chat")
+    module = load_example("websocket_chat")
+    module.engine = fake_engine(reply="Hello!")
     with TestClient(module.app) as client, client.websocket_connect("/chat") as websocket:
-        websocket.send_json({"content": "What is the capital of France?"})
-        text = ""
-        while not (message := websocket.receive_json()).get("done"):
-            text += message["text"]
-        assert text.strip()  # it is sampled: what it says may vary
+        for content, expected in (("Hi", "Hello!"), ("x" * 20_000, None), ("And?", "Hello!")):
+            websocket.send_json({"content": content})
+            text = ""
+            while "text" in (message := websocket.receive_json()):
+                text += message["text"]
+            if expected is None:
+                assert "shorten it" in message["error"]
+            else:
+                assert text == expected and message == {"done": True}
