@@ -3,7 +3,8 @@
     pip install aiocb starlette "uvicorn[standard]"
     uvicorn --app-dir examples websocket_chat:app
 
-Send JSON text messages `{"content": "..."}`; the answer comes back in pieces, then `{"done": true}` or `{"error": "..."}`.
+Send JSON text messages `{"content": "..."}`; the answer comes back in pieces, then `{"done": true}`, or
+`{"error": "..."}`.
 """
 
 from __future__ import annotations

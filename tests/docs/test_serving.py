@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import MutableMapping
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ QUESTION = {"messages": [{"role": "user", "content": "Hi"}]}
 LINES = "line one\n\nline two\r\n data: x\n\r: end  \n"
 
 
-def server(engine: aiocb.Engine) -> ModuleType:
+def server(engine: aiocb.Engine) -> Any:
     module = load_example("fastapi_chat")
     module.engine = engine
     return module
@@ -50,7 +49,7 @@ class Visitor:
         self.status: int | None = None
         self._was_asked = False
 
-    async def visit(self, module: ModuleType) -> None:
+    async def visit(self, module: Any) -> None:
         try:
             await module.app(self.scope, self.receive, self.send)
         except (OSError, ClientDisconnect):
@@ -206,7 +205,7 @@ def read_answer(websocket: Any) -> str:
     text = ""
     while True:
         message = websocket.receive_json()
-        text += message["text"]
+        text += str(message["text"])
         if message["finish_reason"]:
             return text
 
