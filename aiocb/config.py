@@ -58,6 +58,11 @@ class EngineConfig:
             that have no effect yet; an engine refuses other values than the defaults.
         auto_switch_to_flash: take flash-attn where it is installed.
         max_queue_size: most waiting requests; 0 is no bound.
+        max_prompt_characters: most characters of a prompt of text or messages; longer ones are refused unread. None: 32
+            for each of the model's positions, and a million at least.
+        max_request_strings: most stop strings of a request, and likewise most banned sequences of several tokens, in
+            all a hundred times as many characters or tokens; and a tenth of it bad words, each of which is encoded in
+            several ways.
         seed: seed of unseeded requests; None is fresh randomness.
         debug_checks: check all invariants of scheduler and cache after every step.
         drop_unsupported_processors: accepted for compatibility; nothing is dropped here.
@@ -94,6 +99,8 @@ class EngineConfig:
     cpu_group_timeout: float | None = 300.0
     auto_switch_to_flash: bool = True
     max_queue_size: int = 0
+    max_prompt_characters: int | None = None
+    max_request_strings: int = 50_000
     seed: int | None = None
     debug_checks: bool = False
     drop_unsupported_processors: bool = True
@@ -117,6 +124,8 @@ class EngineConfig:
         _at_least("max_prefill_chunk", self.max_prefill_chunk, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("max_queue_size", self.max_queue_size, 0)
+        _at_least("max_prompt_characters", self.max_prompt_characters, 1)
+        _at_least("max_request_strings", self.max_request_strings, 0)
         _at_least("max_blocks_per_request", self.max_blocks_per_request, 0)
         _at_least("num_threads", self.num_threads, 1)
         _at_least("q_padding_interval_size", self.q_padding_interval_size, 0)

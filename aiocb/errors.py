@@ -16,8 +16,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from aiocb.outputs import Completion
@@ -34,7 +34,10 @@ __all__ = [
     "RequestFailed",
     "RequestTimeout",
     "explain",
+    "show_value",
 ]
+
+_MAX_SHOWN = 100
 
 
 class AiocbError(Exception):
@@ -53,6 +56,11 @@ class RequestError(AiocbError):
     """
 
     partial: Sequence[Completion] = ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        # So that FastAPI takes a `Completion` as a return annotation: any object, written as its message.
+        return {"type": "any", "serialization": {"type": "to-string", "when_used": "json-unless-none"}}
 
 
 class InvalidRequest(RequestError, ValueError):
@@ -73,9 +81,6 @@ class RequestTimeout(RequestError, TimeoutError):
     def __init__(self, message: str, stage: Literal["queue", "run"] = "run") -> None:
         super().__init__(message)
         self.stage: Literal["queue", "run"] = stage
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (*self.args, self.stage)
 
 
 class RequestFailed(RequestError):
@@ -101,3 +106,16 @@ class EngineClosed(EngineError):
 
 class EngineDead(EngineError):
     """The engine's worker thread has stopped because a step raised; the cause is chained."""
+
+
+def show_value(value: object) -> str:
+    """A user's value for a message: short, and never raising (numbers of 5000 digits, broken `__repr__`)."""
+    if isinstance(value, (str, bytes, bytearray)):
+        value = value[: _MAX_SHOWN + 1]
+    try:
+        if isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) > _MAX_SHOWN:
+            return f"a {type(value).__name__} of {len(value)} elements"
+        text = repr(value)
+    except Exception:  # a user's class, or a structure deeper than the interpreter can print
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."

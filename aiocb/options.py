@@ -48,6 +48,7 @@ class SamplingOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     detokenize: bool
     skip_special_tokens: bool | None
+    parse_special_tokens: bool | None
 
 
 class StreamOptions(SamplingOptions, total=False):

@@ -6,16 +6,31 @@ Torch-free, immutable, picklable.
 from __future__ import annotations
 
 import dataclasses
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple, Self
+
+from aiocb.errors import RequestError
 
 __all__ = ["Chunk", "Completion", "FinishReason", "RequestMetrics", "TokenLogprobs", "Usage"]
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position.
+class _TokenLogprobs(NamedTuple):
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenLogprobs(_TokenLogprobs):
+    """Log-probabilities at one position; a named tuple.
+
+    `top` is kept as bytes and unpacked by whoever reads it. As pairs it would be nearly all that the garbage collector
+    walks, and makes it walk the whole program: tenths of a second in which the event loop stands still.
 
     Attributes:
         token_id, logprob: of the token that was chosen (or, for a prompt, that stands there).
@@ -23,10 +38,49 @@ class TokenLogprobs(NamedTuple):
         top: the most likely (token id, log-probability) pairs, best first; always includes the chosen token.
     """
 
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
+    __slots__ = ()
+
+    def __new__(cls, token_id: int, logprob: float, rank: int, top: Iterable[tuple[int, float]] = ()) -> Self:
+        """Pack `top`."""
+        pairs = tuple(top)
+        packed = struct.pack("qd" * len(pairs), *chain.from_iterable(pairs))
+        return tuple.__new__(cls, (token_id, logprob, rank, packed))
+
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]:
+        """The most likely tokens, unpacked at each call."""
+        packed: Any = super().__getitem__(3)
+        return tuple(struct.iter_unpack("qd", packed))
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]
+        return cls(*iterable)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.token_id, self.logprob, self.rank, self.top))
+
+    def __getitem__(self, index: Any) -> Any:
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, TokenLogprobs) else other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(_TokenLogprobs(*self)).removeprefix("_")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> dict[str, Any]:
+        # What is written in another language than Python sees the tuple without its methods.
+        plain = handler.generate_schema(tuple[int, float, int, tuple[tuple[int, float], ...]])
+        return {
+            "type": "function-wrap",
+            "function": {"type": "no-info", "function": lambda value, check: cls(*check(tuple(value)))},
+            "schema": plain,
+            "serialization": {"type": "function-plain", "function": tuple, "return_schema": plain},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +207,9 @@ class Completion:
     prompt_token_ids: tuple[int, ...]
     metrics: RequestMetrics
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    error: Exception | None = None
+    error: RequestError | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain and JSON-ready (the error becomes its message)."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        values["usage"] = dataclasses.asdict(self.usage)
-        values["metrics"] = dataclasses.asdict(self.metrics)
-        values["error"] = None if self.error is None else str(self.error)
-        return values
+        """Plain, picklable and JSON-ready (the error becomes its message)."""
+        error = None if self.error is None else str(self.error)
+        return {**dataclasses.asdict(dataclasses.replace(self, error=None)), "error": error}

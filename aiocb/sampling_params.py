@@ -11,9 +11,10 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiocb.errors import InvalidRequest
+from aiocb.errors import InvalidRequest, show_value
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -24,7 +25,18 @@ LogprobsMode = Literal["raw", "processed"]
 
 _ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _MAX_LOGPROBS = 1024
+MAX_SAMPLES = 4096
 _INT64 = 2**63
+_LISTS = (
+    "bad_words",
+    "bad_words_ids",
+    "allowed_token_ids",
+    "eos_token_id",
+    "logits_processors",
+    "stop",
+    "stop_token_ids",
+)
+"""Fields of which a request takes a copy, so that a list that its owner changes later does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +74,18 @@ class SamplingParams:
         presence_penalty, frequency_penalty: subtracted for tokens of the output, as OpenAI defines them; 0 is off.
         no_repeat_ngram_size: no n-gram of this size occurs twice; 0 is off.
         logit_bias: token id to additive bias.
-        bad_words: strings whose token sequences must not be produced (needs a tokenizer).
+        bad_words: strings whose token sequences must not be produced (needs a tokenizer). How many words, banned
+            sequences and stop strings a request may have is set by `EngineConfig.max_request_strings`.
         bad_words_ids: the same as token id sequences.
         allowed_token_ids: only these ids may be produced.
         max_new_tokens: most output tokens; unset: the model's own value, else whatever fits. Alias `max_tokens`.
-        min_new_tokens: no stop token before so many output tokens. Alias `min_tokens`.
+        min_new_tokens: no stop token before so many output tokens, and no stop string that is complete before.
+            Alias `min_tokens`.
         ignore_eos: go on over end-of-sequence tokens.
         eos_token_id: replaces the model's own end-of-sequence ids for this request.
-        stop: strings that end the output; cut from it unless `include_stop_str_in_output`.
+        stop: strings that end the output; cut from it unless `include_stop_str_in_output`. One counts with the token
+            that completes it, wherever it began. One may name special tokens that `skip_special_tokens` leaves out of
+            the text: it matches where the model produces them.
         stop_token_ids: further ids that end the output.
         seed: makes the request repeatable, whatever its batch; unset: a fresh stream of random numbers.
         n: parallel samples of one prompt (only with `generate`, which then returns n completions).
@@ -79,10 +95,16 @@ class SamplingParams:
             True means 0.
         logprobs_mode: `"raw"` is the model's own distribution, `"processed"` the one that was sampled from.
         prompt_logprobs: the same for the prompt's tokens, always raw.
-        echo: put the prompt in front of the output text.
+        echo: put the prompt in front of the output text, which is then the text of both together (without
+            `detokenize` there is none at all; the prompt's ids are in `Completion.prompt_token_ids`).
         truncate_prompt_tokens: keep the last so many prompt tokens.
         detokenize: False yields token ids only; not together with `stop`.
         skip_special_tokens: leave special tokens out of the text (default True).
+        parse_special_tokens: whether text that spells a special token (`"<|im_end|>"`) becomes that token. True: in any
+            prompt. False: in none. None (default): in a prompt that is one text, since its author writes all of it,
+            but not in what chat messages hold (contents, names, arguments of tool calls, tools, documents): there it
+            stays ordinary text, or a user could end a message and speak as somebody else. The template's own special
+            tokens are always tokens.
     """
 
     temperature: float | None = None
@@ -115,12 +137,13 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool | None = None
+    parse_special_tokens: bool | None = None
     # Asked for every request in every step; resolve() answers once.
     _is_plain: bool | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def build(cls, params: SamplingParams | GenerationConfig | None, keywords: Mapping[str, Any]) -> SamplingParams:
-        """Combine a base and keywords (keywords win) into one object, still unresolved.
+        """Combine a base and keywords (keywords win) into one object, still unresolved, that holds no list of its user.
 
         Args:
             params: a `SamplingParams`, a transformers `GenerationConfig`, or None.
@@ -130,13 +153,11 @@ class SamplingParams:
             InvalidRequest: an unknown name, or a name given twice through its alias.
         """
         if params is None:
-            base = cls()
+            base = None
         elif isinstance(params, SamplingParams):
             base = params
         else:
             base = cls.from_generation_config(params)
-        if not keywords:
-            return base
         values: dict[str, Any] = {}
         for name, value in keywords.items():
             field = _ALIASES.get(name, name)
@@ -145,17 +166,31 @@ class SamplingParams:
             if field not in _FIELDS:
                 raise InvalidRequest(f"unknown sampling parameter {name!r}; known are: {', '.join(sorted(_FIELDS))}")
             values[field] = value
-        return dataclasses.replace(base, **values)
+        built = cls(**values) if base is None else dataclasses.replace(base, **values) if values else base
+        changes: dict[str, Any] = {}
+        for name in _LISTS:
+            value = getattr(built, name)
+            if value is not None and (copied := _copied(value)) is not None:
+                changes[name] = copied
+        if built.logit_bias is not None and isinstance(built.logit_bias, Mapping):
+            changes["logit_bias"] = dict(built.logit_bias)
+        return dataclasses.replace(built, **changes) if changes else built
 
     @classmethod
     def from_generation_config(cls, config: GenerationConfig) -> SamplingParams:
         """Take every value that a transformers `GenerationConfig` sets; the object is not changed.
 
         Raises:
-            InvalidRequest: it asks for something that continuous batching does not do (beams).
+            InvalidRequest: it is no generation config, or asks for something that continuous batching does not do
+                (beams).
         """
+        if isinstance(config, type) or not callable(getattr(config, "to_diff_dict", None)):
+            raise InvalidRequest(
+                f"params must be a SamplingParams or a GenerationConfig, not {show_value(config)}; pass a mapping as "
+                "keywords: **values"
+            )
         values = generation_values(config)
-        if (values.get("num_beams") or 1) > 1:
+        if check_integer("num_beams", values.get("num_beams") or 1, 0, None) > 1:
             raise InvalidRequest("num_beams > 1 is not supported; sample with n > 1 instead")
         do_sample = values.get("do_sample")
         picked = {name: values[name] for name in _FROM_GENERATION if values.get(name) is not None}
@@ -201,20 +236,22 @@ class SamplingParams:
             # A model may name ids that it cannot produce; that is not the request's fault.
             eos = tuple(token for token in defaults.eos_token_ids if 0 <= token < vocab_size)
         stop = _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        if stop and not self.detokenize:
+        detokenize = _boolean("detokenize", self.detokenize)
+        if stop and not detokenize:
             raise InvalidRequest("stop strings need text: leave detokenize=True, or use stop_token_ids")
         max_new_tokens = pick("max_new_tokens", None)
-        min_new_tokens = _integer("min_new_tokens", pick("min_new_tokens", 0), 0, None)
+        min_new_tokens = check_integer("min_new_tokens", pick("min_new_tokens", 0), 0, None)
         if max_new_tokens is not None:
-            max_new_tokens = _integer("max_new_tokens", max_new_tokens, 0, None)
+            max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 0, None)
             if self.min_new_tokens is None:
                 min_new_tokens = min(min_new_tokens, max_new_tokens)
             if min_new_tokens > max_new_tokens:
                 raise InvalidRequest(
-                    f"min_new_tokens ({min_new_tokens}) is greater than max_new_tokens ({max_new_tokens})"
+                    f"min_new_tokens ({show_value(min_new_tokens)}) is greater than max_new_tokens ({max_new_tokens})"
                 )
-        if self.logprobs_mode not in ("raw", "processed"):
-            raise InvalidRequest(f"logprobs_mode must be 'raw' or 'processed', not {self.logprobs_mode!r}")
+        mode = self.logprobs_mode
+        if not isinstance(mode, str) or mode not in ("raw", "processed"):
+            raise InvalidRequest(f"logprobs_mode must be 'raw' or 'processed', not {show_value(mode)}")
         allowed = self.allowed_token_ids
         if allowed is not None:
             allowed = _ids("allowed_token_ids", allowed, vocab_size)
@@ -223,7 +260,7 @@ class SamplingParams:
         resolved = SamplingParams(
             temperature=_real("temperature", temperature, 0.0, math.inf),
             top_p=_real("top_p", pick("top_p", 1.0), 0.0, 1.0),
-            top_k=min(max(_integer("top_k", top_k, -1, None), 0), vocab_size),
+            top_k=min(max(check_integer("top_k", top_k, -1, None), 0), vocab_size),
             min_p=_real("min_p", pick("min_p", 0.0), 0.0, 1.0),
             typical_p=_real("typical_p", pick("typical_p", 1.0), 0.0, 1.0, open_low=True),
             repetition_penalty=_real(
@@ -231,7 +268,7 @@ class SamplingParams:
             ),
             presence_penalty=_real("presence_penalty", pick("presence_penalty", 0.0), -math.inf, math.inf),
             frequency_penalty=_real("frequency_penalty", pick("frequency_penalty", 0.0), -math.inf, math.inf),
-            no_repeat_ngram_size=_integer("no_repeat_ngram_size", pick("no_repeat_ngram_size", 0), 0, None),
+            no_repeat_ngram_size=check_integer("no_repeat_ngram_size", pick("no_repeat_ngram_size", 0), 0, None),
             logit_bias=_bias(self.logit_bias, vocab_size),
             bad_words=_strings("bad_words", self.bad_words),
             bad_words_ids=_sequences("bad_words_ids", pick("bad_words_ids", ()), vocab_size),
@@ -241,22 +278,31 @@ class SamplingParams:
             ignore_eos=_boolean("ignore_eos", self.ignore_eos),
             eos_token_id=() if self.ignore_eos else _eos(eos, vocab_size),
             stop=stop,
-            stop_token_ids=_ids("stop_token_ids", self.stop_token_ids or (), vocab_size),
+            stop_token_ids=(
+                () if self.stop_token_ids is None else _ids("stop_token_ids", self.stop_token_ids, vocab_size)
+            ),
             include_stop_str_in_output=_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
-            seed=None if self.seed is None else _integer("seed", self.seed, -_INT64, 2 * _INT64 - 1),
-            n=_integer("n", self.n, 1, 4096),
+            seed=None if self.seed is None else check_integer("seed", self.seed, -_INT64, 2 * _INT64 - 1),
+            n=check_integer("n", self.n, 1, MAX_SAMPLES),
             logits_processors=_callables(self.logits_processors),
             logprobs=_count("logprobs", self.logprobs),
-            logprobs_mode=self.logprobs_mode,
+            logprobs_mode=mode,
             prompt_logprobs=_count("prompt_logprobs", self.prompt_logprobs),
             echo=_boolean("echo", self.echo),
             truncate_prompt_tokens=(
                 None
                 if self.truncate_prompt_tokens is None
-                else _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
+                else check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
             ),
-            detokenize=_boolean("detokenize", self.detokenize),
-            skip_special_tokens=True if self.skip_special_tokens is None else bool(self.skip_special_tokens),
+            detokenize=detokenize,
+            skip_special_tokens=(
+                True if self.skip_special_tokens is None else _boolean("skip_special_tokens", self.skip_special_tokens)
+            ),
+            parse_special_tokens=(
+                None
+                if self.parse_special_tokens is None
+                else _boolean("parse_special_tokens", self.parse_special_tokens)
+            ),
         )
         object.__setattr__(resolved, "_is_plain", resolved.is_plain)
         return resolved
@@ -313,9 +359,34 @@ def generation_values(config: GenerationConfig) -> dict[str, Any]:
     return values
 
 
+def _copied(value: Any) -> tuple[Any, ...] | None:
+    """A list (of lists) as tuples; None for everything that need not be copied."""
+    if type(value) is tuple or isinstance(value, (str, int)):
+        return None
+    values = items_of(value)
+    return None if values is None else tuple([tuple(each) if isinstance(each, list) else each for each in values])
+
+
+def items_of(value: Any) -> Sequence[Any] | None:
+    """The elements of a sequence, or of an array or tensor of one dimension; None for everything else.
+
+    Text is no sequence of elements here; sets and mappings have no order; iterators can be read only once.
+    """
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, (str, bytes, bytearray, memoryview)):
+        return None
+    if isinstance(value, Sequence):
+        return list(value)
+    if hasattr(value, "tolist") and hasattr(value, "shape"):
+        items = value.tolist()
+        return items if isinstance(items, list) else None
+    return None
+
+
 def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidRequest(f"{name} must be a number, not {value!r}")
+        raise InvalidRequest(f"{name} must be a number, not {show_value(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -323,24 +394,31 @@ def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
     if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
         left = "(" if open_low or low == -math.inf else "["
         right = ")" if high == math.inf else "]"
-        raise InvalidRequest(f"{name} must be a finite number in {left}{low:g}, {high:g}{right}, not {value!r}")
+        raise InvalidRequest(
+            f"{name} must be a finite number in {left}{low:g}, {high:g}{right}, not {show_value(value)}"
+        )
     return number
 
 
-def _integer(name: str, value: Any, low: int, high: int | None) -> int:
+def check_integer(name: str, value: Any, low: int, high: int | None) -> int:
+    """Return `value` as an int between two bounds.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
     is_integer = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not is_integer:
-        raise InvalidRequest(f"{name} must be an integer, not {value!r}")
+        raise InvalidRequest(f"{name} must be an integer, not {show_value(value)}")
     number = int(value)
     if number < low or (high is not None and number > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidRequest(f"{name} must be {bound}, not {number}")
+        raise InvalidRequest(f"{name} must be {bound}, not {show_value(number)}")
     return number
 
 
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be True or False, not {value!r}")
+        raise InvalidRequest(f"{name} must be True or False, not {show_value(value)}")
     return value
 
 
@@ -349,7 +427,7 @@ def _count(name: str, value: Any) -> int | None:
         return None
     if value is True:
         return 0
-    return _integer(name, value, 0, _MAX_LOGPROBS)
+    return check_integer(name, value, 0, _MAX_LOGPROBS)
 
 
 def check_ids(name: str, values: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
@@ -358,32 +436,43 @@ def check_ids(name: str, values: Iterable[Any], vocab_size: int) -> tuple[int, .
     Raises:
         InvalidRequest: one of them is not an integer or not in the vocabulary.
     """
-    result = []
+    result: list[int] = []
+    if isinstance(values, (list, tuple)) and set(map(type, values)) == {int}:  # passes in C for the usual case
+        least, most = min(values), max(values)
+        if least >= 0 and most < vocab_size:
+            return tuple(values)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise InvalidRequest(f"{name} must hold token ids (integers), not {value!r}")
+            raise InvalidRequest(f"{name} must hold token ids (integers), not {show_value(value)}")
         number = int(value)
         if not 0 <= number < vocab_size:
-            raise InvalidRequest(f"{name} holds {number}, which is not in the vocabulary (0 .. {vocab_size - 1})")
+            raise InvalidRequest(
+                f"{name} holds {show_value(number)}, which is not in the vocabulary (0 .. {vocab_size - 1})"
+            )
         result.append(number)
     return tuple(result)
 
 
-def _ids(name: str, values: Any, vocab_size: int, *, non_empty: bool = False) -> tuple[int, ...]:
-    if isinstance(values, numbers.Integral):
-        values = (values,)
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InvalidRequest(f"{name} must be a sequence of token ids, not {values!r}")
-    result = check_ids(name, values, vocab_size)
-    if non_empty and not result:
-        raise InvalidRequest(f"{name} holds an empty sequence")
-    return result
+def _ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    """Checked ids, each once."""
+    if isinstance(value, numbers.Integral):
+        value = (value,)
+    values = items_of(value)
+    if values is None:
+        raise InvalidRequest(f"{name} must be a list of token ids, not {show_value(value)}")
+    return tuple(dict.fromkeys(check_ids(name, values, vocab_size)))
 
 
-def _sequences(name: str, values: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise InvalidRequest(f"{name} must be a sequence of sequences of token ids, not {values!r}")
-    return tuple(_ids(name, sequence, vocab_size, non_empty=True) for sequence in values)
+def _sequences(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    values = items_of(value)
+    if values is None:
+        raise InvalidRequest(f"{name} must be a list of lists of token ids, not {show_value(value)}")
+    sequences = [items_of(sequence) for sequence in values]
+    if any(not sequence for sequence in sequences):
+        raise InvalidRequest(f"{name} must hold lists of at least one token id each")
+    # All at once: one call each would take half a second for the longest list that is taken.
+    check_ids(name, list(chain.from_iterable([sequence for sequence in sequences if sequence])), vocab_size)
+    return tuple(dict.fromkeys([tuple(map(int, sequence)) for sequence in sequences if sequence]))
 
 
 def _eos(value: Any, vocab_size: int) -> tuple[int, ...]:
@@ -393,24 +482,31 @@ def _eos(value: Any, vocab_size: int) -> tuple[int, ...]:
     return _ids("eos_token_id", value, vocab_size)
 
 
-def _strings(name: str, values: Any) -> tuple[str, ...]:
-    if values is None:
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
         return ()
-    strings = None if isinstance(values, str) or not isinstance(values, Iterable) else tuple(values)
-    if strings is None or any(not isinstance(value, str) or not value for value in strings):
-        raise InvalidRequest(f"{name} must be a sequence of non-empty strings, not {values!r}")
-    return strings
+    values = items_of(value)
+    if values is None or any(not isinstance(each, str) or not each for each in values):
+        raise InvalidRequest(f"{name} must be a list of non-empty strings, not {show_value(value)}")
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} holds half of a surrogate pair, which no text contains; remove it") from None
+    return tuple(dict.fromkeys(values))
 
 
 def _bias(value: Any, vocab_size: int) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {value!r}")
+        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {show_value(value)}")
     ids = check_ids("logit_bias", value.keys(), vocab_size)
     # -inf is the one infinity that means something here: never this token.
     biases = [
-        -math.inf if bias == -math.inf else _real("logit_bias", bias, -math.inf, math.inf) for bias in value.values()
+        -math.inf
+        if isinstance(bias, numbers.Real) and bias == -math.inf
+        else _real("logit_bias", bias, -math.inf, math.inf)
+        for bias in value.values()
     ]
     return dict(zip(ids, biases, strict=True))
 
@@ -418,7 +514,7 @@ def _bias(value: Any, vocab_size: int) -> dict[int, float]:
 def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
     if value is None:
         return ()
-    processors = (value,) if callable(value) else tuple(value) if isinstance(value, Iterable) else None
+    processors = (value,) if callable(value) else items_of(value)
     if processors is None or any(not callable(processor) for processor in processors):
-        raise InvalidRequest("logits_processors must hold callables (token_ids, logits) -> logits")
-    return processors
+        raise InvalidRequest("logits_processors must be a list of callables (token_ids, logits) -> logits")
+    return tuple(processors)

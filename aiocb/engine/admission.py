@@ -1,4 +1,4 @@
-"""From what a user passes to a checked submission. Runs on the event loop; long prompts are encoded in a thread.
+"""From what a user passes to a checked plan. `StreamSpec` is made on the event loop; the rest runs in the encoder.
 
 Everything that can be refused is refused here, before the worker hears of the request.
 """
@@ -6,22 +6,28 @@ Everything that can be refused is refused here, before the worker hears of the r
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiocb.errors import InvalidRequest
-from aiocb.sampling_params import ModelDefaults, SamplingParams
+from aiocb.errors import InvalidRequest, explain, show_value
+from aiocb.sampling_params import MAX_SAMPLES, ModelDefaults, SamplingParams, check_integer
+from aiocb.text.prompts import Messages, text_length
 
 if TYPE_CHECKING:
+    from aiocb.text.output import TextOutput
     from aiocb.text.processor import TextProcessor
 
-__all__ = ["Limits", "Plan", "Prompt", "StreamSpec", "encode_prompt", "plan_request"]
+__all__ = ["Limits", "Plan", "Prompt", "StreamSpec", "plan_request", "prepare"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Any
 """Text, token ids (list, 1-D tensor, a tokenizer's encoding), or chat messages."""
+
+# What preparing a stop string costs, in other things.
+_STRINGS_PER_WORD = 10
+_IDS_PER_STRING = 10
+_LENGTH_PER_STRING = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +38,22 @@ class Limits:
         defaults: what the model says about itself.
         max_request_tokens: most tokens (prompt and output) whose cache fits when a request runs alone.
         return_logprobs: `EngineConfig.return_logprobs`.
+        max_prompt_characters, max_request_strings: see `EngineConfig`; None is no bound.
     """
 
     defaults: ModelDefaults
     max_request_tokens: int
     return_logprobs: bool = False
+    max_prompt_characters: int | None = None
+    max_request_strings: int | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StreamSpec:
-    """One call of `Engine.stream`, as given; see there for the fields.
+    """One call of `Engine.stream`, as given; see there for the fields. Nobody changes it.
 
     Attributes:
-        prompt_token_ids: the prompt, once it has been encoded.
-        withdraw: takes it out of the line for room in the queue, while it stands there (any thread).
+        prompt: what `take_prompt` has made of the user's.
     """
 
     prompt: Prompt
@@ -61,8 +69,6 @@ class StreamSpec:
     on_full: Literal["wait", "refuse"] = "wait"
     tools: Sequence[Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
-    prompt_token_ids: list[int] = field(default_factory=list)
-    withdraw: Callable[[], None] | None = None
 
     def check(self) -> None:
         """Check what needs no model.
@@ -70,24 +76,29 @@ class StreamSpec:
         Raises:
             InvalidRequest: naming the argument and what to do.
         """
-        for name in ("timeout", "queue_timeout"):
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < 0
-            ):
-                raise InvalidRequest(f"{name} must be a number of seconds >= 0, or None, not {value!r}")
-        for name in ("stream_interval", "max_unread_tokens"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidRequest(f"{name} must be an integer >= 1, not {value!r}")
+        check_integer("n", self.sampling.n, 1, MAX_SAMPLES)  # how many outputs there will be is asked at once
+        for name, value in (("timeout", self.timeout), ("queue_timeout", self.queue_timeout)):
+            if value is not None and not _is_duration(value):
+                raise InvalidRequest(f"{name} must be a number of seconds >= 0, or None, not {show_value(value)}")
+        for name, count in (("stream_interval", self.stream_interval), ("max_unread_tokens", self.max_unread_tokens)):
+            if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+                raise InvalidRequest(f"{name} must be an integer >= 1, not {show_value(count)}")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            raise InvalidRequest(f"priority must be an integer (lower runs first), not {self.priority!r}")
-        if self.on_unread not in ("pause", "cancel"):
-            raise InvalidRequest(f"on_unread must be 'pause' or 'cancel', not {self.on_unread!r}")
-        if self.on_full not in ("wait", "refuse"):
-            raise InvalidRequest(f"on_full must be 'wait' or 'refuse', not {self.on_full!r}")
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise InvalidRequest(f"cache_salt must be a string, not {self.cache_salt!r}")
+            raise InvalidRequest(f"priority must be an integer (lower runs first), not {show_value(self.priority)}")
+        if not isinstance(self.on_unread, str) or self.on_unread not in ("pause", "cancel"):
+            raise InvalidRequest(f"on_unread must be 'pause' or 'cancel', not {show_value(self.on_unread)}")
+        if not isinstance(self.on_full, str) or self.on_full not in ("wait", "refuse"):
+            raise InvalidRequest(f"on_full must be 'wait' or 'refuse', not {show_value(self.on_full)}")
+        for name, text in (("request_id", self.request_id), ("cache_salt", self.cache_salt)):
+            if text is not None and not _is_text(text):
+                raise InvalidRequest(
+                    f"{name} must be a text (without halves of surrogate pairs), not {show_value(text)}"
+                )
+        if self.tools is not None and not isinstance(self.tools, (list, tuple)):
+            raise InvalidRequest(f"tools must be a list of JSON schemas or functions, not {show_value(self.tools)}")
+        arguments = self.chat_template_kwargs
+        if arguments is not None and not (isinstance(arguments, Mapping) and all(map(_is_text, arguments))):
+            raise InvalidRequest(f"chat_template_kwargs must map names to values, not {show_value(arguments)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,50 +108,134 @@ class Plan:
     Attributes:
         max_output_tokens: 0 means that there is nothing to run.
         drop_output: the prompt is computed for its log-probabilities only.
+        texts: what makes text of each sample's tokens; empty when nobody wants text.
     """
 
     sampling: SamplingParams
     prompt_token_ids: list[int]
     max_output_tokens: int
     drop_output: bool = False
+    texts: tuple[TextOutput, ...] = ()
 
 
-def encode_prompt(text: TextProcessor, spec: StreamSpec, vocab_size: int) -> list[int]:
-    """Token ids of a prompt of any kind; runs inline or in a thread.
+def prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Plan:
+    """Do everything that comes before the queue: resolve, render, encode, check, and make ready what makes text.
 
     Raises:
-        InvalidRequest: wrong type, ids outside of the vocabulary, no tokenizer, no chat template.
+        InvalidRequest: the request can never run as asked. Whatever a tokenizer, a template or an object of the
+            user's raises (be it `SystemExit`) is its cause.
     """
+    try:
+        return _prepare(spec, limits, text)
+    except InvalidRequest:
+        raise
+    except BaseException as error:
+        raise InvalidRequest(f"this request cannot be prepared: {explain(error)}") from error
+
+
+def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Plan:
+    sampling = _resolve(spec.sampling, limits, text)
+    keep = sampling.truncate_prompt_tokens
+    prompt = spec.prompt
+    if isinstance(prompt, (str, Messages)):
+        length = sum(map(text_length, (prompt, spec.tools, spec.chat_template_kwargs)))
+        most = limits.max_prompt_characters
+        if most is not None and length > most:
+            raise InvalidRequest(
+                f"the prompt has {length} characters, tools included; max_prompt_characters of the engine is {most}: "
+                "shorten it, or raise EngineConfig(max_prompt_characters=...)"
+            )
+    elif isinstance(prompt, tuple):
+        if keep is not None:
+            prompt = prompt[-keep:]
+        _check_room(len(prompt), sampling, limits)
     ids = text.normalize_prompt(
-        spec.prompt, vocab_size=vocab_size, tools=spec.tools, chat_template_kwargs=spec.chat_template_kwargs
+        prompt,
+        vocab_size=limits.defaults.vocab_size,
+        tools=spec.tools,
+        chat_template_kwargs=spec.chat_template_kwargs,
+        parse_special_tokens=sampling.parse_special_tokens,
     )
-    keep = spec.sampling.truncate_prompt_tokens
-    return ids if keep is None else ids[-keep:]
+    plan = _fit(spec, sampling, ids if keep is None else ids[-keep:], limits)
+    if not (sampling.detokenize and text.has_tokenizer):
+        return plan
+    silent = plan.drop_output or plan.max_output_tokens == 0
+    if silent:  # no text but that of the prompt, in which nothing is searched
+        sampling = dataclasses.replace(sampling, stop=())
+    texts = text.make_outputs(sampling, plan.prompt_token_ids, plan.sampling.n)
+    if silent:
+        for output in texts:
+            output.flush()
+    return dataclasses.replace(plan, texts=texts)
 
 
 def plan_request(spec: StreamSpec, prompt_token_ids: list[int], limits: Limits, text: TextProcessor) -> Plan:
-    """Resolve parameters and check every length against the model and the cache.
+    """Resolve parameters and check every length against the model and the cache; for who brings a checked prompt.
 
     Raises:
         InvalidRequest: the request can never run as asked.
     """
-    sampling = spec.sampling
+    return _fit(spec, _resolve(spec.sampling, limits, text), prompt_token_ids, limits)
+
+
+def _resolve(sampling: SamplingParams, limits: Limits, text: TextProcessor) -> SamplingParams:
+    """Resolved parameters, with `bad_words` among `bad_words_ids`."""
+    if limits.max_request_strings is not None:
+        _check_sizes(sampling, limits.max_request_strings)
     if sampling.logprobs is None and limits.return_logprobs:
-        sampling = _replace(sampling, logprobs=0)
-    if sampling.bad_words:
-        extra = text.bad_words_ids(sampling.bad_words)
-        sampling = _replace(sampling, bad_words_ids=(*(sampling.bad_words_ids or ()), *extra))
+        sampling = dataclasses.replace(sampling, logprobs=0)
     sampling = sampling.resolve(limits.defaults)
     if sampling.stop and not text.has_tokenizer:
         raise InvalidRequest("stop strings need a tokenizer: pass one to the engine, or use stop_token_ids")
-    if sampling.stop and sampling.skip_special_tokens:
-        # A stop string that is a special token never shows up in text that leaves special tokens out.
-        special = [token_id for stop in sampling.stop if (token_id := text.special_id(stop)) is not None]
-        if special:
-            sampling = _replace(sampling, stop_token_ids=(*(sampling.stop_token_ids or ()), *special))
     if sampling.echo and not text.has_tokenizer:
         raise InvalidRequest("echo needs a tokenizer: pass one to the engine")
-    num_prompt = len(prompt_token_ids)
+    if sampling.bad_words:
+        found = (*(sampling.bad_words_ids or ()), *text.bad_words_ids(sampling.bad_words))
+        sampling = dataclasses.replace(sampling, bad_words=(), bad_words_ids=found).resolve(limits.defaults)
+    return sampling
+
+
+def _check_sizes(sampling: SamplingParams, most: int) -> None:
+    """Refuse lists that would take long to prepare; what is no list is refused elsewhere."""
+    for name, entries in (
+        ("stop", most),
+        ("bad_words", most // _STRINGS_PER_WORD),
+        ("bad_words_ids", most),
+        ("logit_bias", most),
+        ("allowed_token_ids", most),
+        ("stop_token_ids", most),
+        ("eos_token_id", most),
+    ):
+        value = getattr(sampling, name)
+        if not isinstance(value, (list, tuple, Mapping)):
+            continue
+        strings = [each for each in value if isinstance(each, (str, list, tuple)) and len(each) > 1]
+        total = sum(map(len, strings))
+        if max(len(strings), len(value) // _IDS_PER_STRING) > entries or total > entries * _LENGTH_PER_STRING:
+            raise InvalidRequest(
+                f"{name} has {len(value)} entries, {total} long in all: more than max_request_strings={most} of the "
+                "engine allows; give fewer, or raise EngineConfig(max_request_strings=...)"
+            )
+
+
+def _fit(spec: StreamSpec, sampling: SamplingParams, prompt_token_ids: list[int], limits: Limits) -> Plan:
+    room, what = _check_room(len(prompt_token_ids), sampling, limits)
+    wanted = sampling.max_new_tokens
+    if wanted == 0:
+        if sampling.prompt_logprobs is None:
+            return Plan(sampling, prompt_token_ids, 0)
+        sampling = dataclasses.replace(sampling, max_new_tokens=1, n=1)
+        return Plan(sampling, prompt_token_ids, 1, drop_output=True)
+    if spec.sampling.max_new_tokens is not None and wanted is not None and wanted > room:
+        raise InvalidRequest(
+            f"max_new_tokens={show_value(wanted)} after a prompt of {len(prompt_token_ids)} tokens is over {what}; "
+            f"at most {room} fit"
+        )
+    return Plan(sampling, prompt_token_ids, room if wanted is None else min(wanted, room))
+
+
+def _check_room(num_prompt: int, sampling: SamplingParams, limits: Limits) -> tuple[int, str]:
+    """How many output tokens fit behind a prompt, and what bounds them."""
     longest = limits.defaults.max_model_len
     room = min(longest, limits.max_request_tokens) - num_prompt
     what = (
@@ -148,26 +243,29 @@ def plan_request(spec: StreamSpec, prompt_token_ids: list[int], limits: Limits, 
         if longest <= limits.max_request_tokens
         else f"the cache's {limits.max_request_tokens} tokens (raise num_blocks or max_memory_percent)"
     )
-    wanted = sampling.max_new_tokens
-    if wanted == 0:
+    if sampling.max_new_tokens == 0:
         if room < 0:
             raise InvalidRequest(f"the prompt has {num_prompt} tokens, which is over {what}")
-        if sampling.prompt_logprobs is None:
-            return Plan(sampling, prompt_token_ids, 0)
-        if room < 1:
+        if sampling.prompt_logprobs is not None and room < 1:
             raise InvalidRequest(f"prompt log-probabilities of {num_prompt} tokens need one more than {what}")
-        return Plan(_replace(sampling, max_new_tokens=1, n=1), prompt_token_ids, 1, drop_output=True)
-    if room < 1:
+    elif room < 1:
         raise InvalidRequest(
             f"the prompt has {num_prompt} tokens, which leaves no room under {what}; "
             "shorten it or pass truncate_prompt_tokens"
         )
-    if spec.sampling.max_new_tokens is not None and wanted is not None and wanted > room:
-        raise InvalidRequest(
-            f"max_new_tokens={wanted} after a prompt of {num_prompt} tokens is over {what}; at most {room} fit"
-        )
-    return Plan(sampling, prompt_token_ids, room if wanted is None else min(wanted, room))
+    return room, what
 
 
-def _replace(sampling: SamplingParams, **values: Any) -> SamplingParams:
-    return dataclasses.replace(sampling, **values)
+def _is_duration(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return float(value) >= 0
+    except OverflowError:  # an integer beyond all clocks
+        return False
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)

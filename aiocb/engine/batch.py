@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from aiocb.engine.stream import Stream
 
 __all__ = ["CompletionIterator", "run_batch"]
+
+_AHEAD = 64
+"""Prompts that are prepared while those before them are submitted."""
 
 
 class _Board:
@@ -75,7 +80,9 @@ async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions:
 
     try:
         for index, stream in enumerate(streams):
-            stream._spec.stream_interval = None
+            for ahead in streams[index : index + _AHEAD] if index % _AHEAD == 0 else ():
+                ahead._begin()
+            stream._spec = dataclasses.replace(stream._spec, stream_interval=None)
             try:
                 await stream._open(partial(board.add, index))
             except RequestError as error:
@@ -98,7 +105,7 @@ def failed_completion(stream: Stream, error: RequestError) -> Completion:
     """The completion that stands for a failed request."""
     reason: FinishReason = "timeout" if isinstance(error, RequestTimeout) else "error"
     partial = error.partial[0] if error.partial else None
-    prompt = tuple(stream._spec.prompt_token_ids)
+    prompt = tuple(stream._prompt_token_ids)
     return Completion(
         stream.request_id,
         0,
@@ -161,16 +168,17 @@ class CompletionIterator:
 
     async def _submit_more(self) -> None:
         """Submit what the queue takes; wait for room only when nothing runs that could end first."""
+        for _, ahead in islice(self._waiting, _AHEAD):
+            ahead._begin()
         while self._waiting:
             index, stream = self._waiting[0]
-            stream._spec.stream_interval = None
-            on_full = stream._spec.on_full
-            if self._open:
-                stream._spec.on_full = "refuse"
+            spec = stream._spec
+            on_full = "refuse" if self._open else spec.on_full
+            stream._spec = dataclasses.replace(spec, stream_interval=None, on_full=on_full)
             try:
                 await stream._open(partial(self._board.add, index))
             except RequestError as error:
-                if isinstance(error, QueueFull) and self._open and on_full == "wait":
+                if isinstance(error, QueueFull) and self._open and spec.on_full == "wait":
                     return
                 if not self._return_exceptions:
                     raise
@@ -178,7 +186,7 @@ class CompletionIterator:
             else:
                 self._open[index] = stream
             finally:
-                stream._spec.on_full = on_full
+                stream._spec = spec
             self._waiting.popleft()
 
     def close(self) -> None:

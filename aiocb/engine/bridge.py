@@ -22,7 +22,7 @@ import asyncio
 import contextvars
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -160,7 +160,7 @@ class LoopBridge:
             self._waiters.discard(future)
         line.leave(place)
 
-    def withdraw(self, future: asyncio.Future[None]) -> None:
+    def withdraw(self, future: asyncio.Future[Any]) -> None:
         """Take a submission out of the line for room, from any thread."""
         try:
             self.loop.call_soon_threadsafe(_set_exception, future, Withdrawn(), context=self._context)
@@ -274,6 +274,6 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _set_exception(future: asyncio.Future[None], error: Exception) -> None:
+def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
     if not future.done():
         future.set_exception(error)

@@ -20,7 +20,6 @@ from aiocb.engine.room import Room
 from aiocb.engine.slot import Delta, End
 from aiocb.engine.stats import Recorder, Stats
 from aiocb.scheduler.request import ParallelGroup, Request
-from aiocb.text.stop_strings import StopMatcher
 
 if TYPE_CHECKING:
     from aiocb.engine.output import Submission
@@ -209,7 +208,7 @@ class EngineCore:
                 deadline=submission.deadline,
                 queue_deadline=submission.queue_deadline,
                 submitted_at=submission.submitted_at,
-                payload=OutputState(submission, lane, StopMatcher),
+                payload=OutputState(submission, lane),
                 group=group,
             )
             requests.append(request)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aiocb.engine.output import OutputState, Submission
     from aiocb.engine.slot import Bridge
     from aiocb.engine.stats import Recorder
-    from aiocb.outputs import FinishReason, TokenLogprobs
+    from aiocb.outputs import FinishReason
 
 __all__ = ["Delivery"]
 
@@ -101,32 +101,15 @@ class Delivery:
         output: OutputState = request.payload
         if prompt_logprobs is not None:
             output.add_prompt_logprobs(prompt_logprobs)
-        matched = self._add(request, output, token_ids, logprobs)
+        matched = output.add(token_ids, logprobs) if token_ids else None
         if matched is not None:
+            request.cut(request.num_output_tokens - output.num_cut)
             if finished is None:
                 finished = self._scheduler.finish(request, "stop", stop_reason=matched, now=now)
-            else:
-                finished = finished._replace(reason="stop", stop_reason=matched)
         if finished is not None:
-            self.end(request, finished, now, stopped_by_string=matched is not None)
+            self.end(request, finished, now)
         elif output.interval is not None and len(output.token_ids) >= output.interval:
             self.post(output.slot, output.take(None))
-
-    @staticmethod
-    def _add(
-        request: Request,
-        output: OutputState,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[TokenLogprobs, ...] | None,
-    ) -> str | None:
-        """Add tokens one by one, because a stop string ends with the token that completes it; returns it."""
-        num_before = request.num_output_tokens - len(token_ids)
-        for at, token in enumerate(token_ids):
-            matched = output.add((token,), logprobs and logprobs[at : at + 1], num_before + at + 1)
-            if matched is not None:
-                request.cut(num_before + at + 1)
-                return matched
-        return None
 
     def _finish(
         self, request: Request, reason: FinishReason, now: float, error: Exception | None = None
@@ -177,8 +160,6 @@ class Delivery:
         finished: Finished | None,
         now: float,
         error: Exception | None = None,
-        *,
-        stopped_by_string: bool = False,
     ) -> None:
         """Deliver a request's terminal event; exactly once, because `Scheduler.finish` answers exactly once."""
         if finished is None:
@@ -186,14 +167,16 @@ class Delivery:
         output: OutputState = request.payload
         slot = output.slot
         error = error or finished.error
+        reason, stop_reason = finished.reason, finished.stop_reason
         if error is None:
             try:
-                output.flush(stopped_by_string=stopped_by_string)
+                matched = output.flush()
+                if matched is not None:  # perhaps only by what the end has released
+                    reason, stop_reason = "stop", matched
             except BaseException as flush_error:
                 error = failed(flush_error)
         elif not isinstance(error, AiocbError):
             error = failed(error)
-        reason, stop_reason = finished.reason, finished.stop_reason
         if error is not None:
             reason = "timeout" if reason == "timeout" else "error"
         elif output.drop_output and reason == "stop":

@@ -33,10 +33,11 @@ from aiocb.engine.source import LoadedSource, PretrainedSource, Progress, Runner
 from aiocb.engine.stats import EngineState, Health, Stats
 from aiocb.engine.stream import Stream
 from aiocb.engine.worker import Worker
-from aiocb.errors import ConfigError, EngineClosed
+from aiocb.errors import ConfigError, EngineClosed, InvalidRequest, show_value
 from aiocb.outputs import Completion
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import Runner
+from aiocb.text.prompts import take_prompt, take_values
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -242,7 +243,9 @@ class Engine:
         """Return a stream over one prompt; nothing is submitted before it is iterated, entered or awaited.
 
         Args:
-            prompt: text, token ids (list, 1-D tensor, a tokenizer's encoding), or chat messages.
+            prompt: text, token ids (list, 1-D tensor, a tokenizer's encoding), or chat messages (mappings, or objects
+                with their fields, as the OpenAI client returns them). It is copied here: what its owner does to it
+                afterwards does not matter. An empty one is refused.
             params: sampling parameters; keywords (`temperature=0.8`, `max_new_tokens=256`, ...) override them.
             request_id: a label for logs and chunks; need not be unique.
             priority: lower runs first, with `scheduler_type="priority"`.
@@ -261,7 +264,7 @@ class Engine:
             InvalidRequest: an unknown parameter, or one that can be seen to be wrong without the model.
         """
         spec = StreamSpec(
-            prompt,
+            take_prompt(prompt),
             SamplingParams.build(params, sampling),
             request_id if request_id is not None else f"request-{next(self._labels)}",
             priority,
@@ -272,8 +275,8 @@ class Engine:
             max_unread_tokens,
             on_unread,
             on_full,
-            tools,
-            chat_template_kwargs,
+            take_values("tools", tools),
+            take_values("chat_template_kwargs", chat_template_kwargs),
         )
         spec.check()
         return Stream(self, spec)
@@ -379,6 +382,8 @@ class Engine:
         labels: Sequence[str] | None,
         options: RequestOptions,
     ) -> list[Stream]:
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+            raise InvalidRequest(f"prompts must be a list of prompts, not {show_value(prompts)}; generate() takes one")
         prompts = list(prompts)
         many = params if isinstance(params, Sequence) else [params] * len(prompts)
         if labels is None:

@@ -20,6 +20,8 @@ _GPU_BATCH_TOKENS = 8192
 _CPU_BATCH_TOKENS = 128
 _CPU_PREFILL_CHUNK = 128
 _MAX_REQUESTS = 1024
+_CHARACTERS_PER_TOKEN = 32
+_MIN_PROMPT_CHARACTERS = 1_000_000
 _TOO_SMALL = "the cache is too small for any request; raise num_blocks or max_memory_percent"
 _SAFETY_MARGINS = {"fifo": 0.15, "priority": 0.15, "prefill_first": 0.0}
 
@@ -92,7 +94,19 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     defaults = built.defaults
     if config.max_model_len is not None and config.max_model_len < defaults.max_model_len:
         defaults = dataclasses.replace(defaults, max_model_len=config.max_model_len)
-    limits = Limits(defaults, most_tokens(cache, defaults.max_model_len), config.return_logprobs)
+    max_characters = config.max_prompt_characters
+    reason = "as configured"
+    if max_characters is None:
+        max_characters = max(_MIN_PROMPT_CHARACTERS, _CHARACTERS_PER_TOKEN * defaults.max_model_len)
+        reason = "more than the model's positions hold as text: longer ones need not be read to be refused"
+    choices.append(Choice("max_prompt_characters", str(max_characters), reason))
+    limits = Limits(
+        defaults,
+        most_tokens(cache, defaults.max_model_len),
+        config.return_logprobs,
+        max_characters,
+        config.max_request_strings,
+    )
     choices.append(
         Choice(
             "max_request_tokens",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -12,7 +12,8 @@ from aiocb.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aiocb.scheduler.request import Request
-    from aiocb.text.detokenizer import Detokenizer, StopMatcher
+    from aiocb.text.output import TextOutput
+    from aiocb.text.pieces import Detokenizer
 
 __all__ = ["OutputState", "Submission"]
 
@@ -31,6 +32,7 @@ class Submission:
         max_unread_tokens: back-pressure bound, None is none.
         on_unread: what to do beyond the bound.
         drop_output: compute the prompt only (`max_new_tokens=0` with prompt log-probabilities).
+        texts: the text of each lane; empty when nobody wants text.
     """
 
     slot: Slot
@@ -47,7 +49,7 @@ class Submission:
     max_unread_tokens: int | None = None
     on_unread: Literal["pause", "cancel"] = "pause"
     drop_output: bool = False
-    make_detokenizer: Callable[..., Detokenizer] | None = None
+    texts: tuple[TextOutput, ...] = ()
 
 
 class OutputState:
@@ -60,9 +62,8 @@ class OutputState:
         "is_plain",
         "lane",
         "logprobs",
-        "matcher",
         "max_unread",
-        "min_new_tokens",
+        "num_cut",
         "on_unread",
         "prompt_logprobs",
         "slot",
@@ -70,84 +71,55 @@ class OutputState:
         "token_ids",
     )
 
-    def __init__(
-        self,
-        submission: Submission,
-        lane: Lane,
-        make_matcher: Callable[[Sequence[str], bool], StopMatcher],
-    ) -> None:
-        sampling = submission.sampling
+    def __init__(self, submission: Submission, lane: Lane) -> None:
         self.slot = submission.slot
         self.lane = lane
         self.interval = submission.stream_interval
         self.max_unread = submission.max_unread_tokens
         self.on_unread = submission.on_unread
         self.drop_output = submission.drop_output
-        self.detokenizer: Detokenizer | None = None
-        if submission.make_detokenizer is not None:
-            self.detokenizer = submission.make_detokenizer(skip_special_tokens=bool(sampling.skip_special_tokens))
-        self.matcher: StopMatcher | None = None
-        if sampling.stop:
-            self.matcher = make_matcher(sampling.stop, sampling.include_stop_str_in_output)
-        self.is_plain = self.interval == 1 and self.matcher is None and not self.drop_output
+        self.text: TextOutput | None = submission.texts[lane.index] if submission.texts else None
+        self.detokenizer: Detokenizer | None = None if self.text is None else self.text.detokenizer
+        self.is_plain = self.interval == 1 and not self.drop_output and (self.text is None or self.text.is_plain)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.text = ""
-        self.min_new_tokens = sampling.min_new_tokens or 0
+        self.num_cut = 0  # tokens of the last step that came after the one that completed a stop string
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if submission.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # the first token has none, and a prompt may have no other
 
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Keep prompt log-probabilities until the end; the first prompt token has none."""
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs = [None]
+        """Keep prompt log-probabilities until the end."""
+        assert self.prompt_logprobs is not None
         self.prompt_logprobs.extend(logprobs)
 
-    def add(
-        self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None, num_output_tokens: int
-    ) -> str | None:
-        """Take new tokens; return the stop string that they complete, if any.
-
-        `num_output_tokens` includes the new ones: no stop string matches before `min_new_tokens`.
-        """
+    def add(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] | None) -> str | None:
+        """Take new tokens; return the stop string that they complete, if any. Tokens after it are dropped."""
+        text = self.text
         if self.drop_output:
             return None
-        self.token_ids.extend(token_ids)
-        if logprobs is not None:
-            self.logprobs.extend(logprobs)
-        if self.detokenizer is None:
-            return None
-        text = self.detokenizer.push(token_ids)
-        if self.matcher is None or num_output_tokens < self.min_new_tokens:
-            self.text += text
-            return None
-        if not text:
-            return None
-        emit, matched = self.matcher.push(text)
-        self.text += emit
-        return matched
+        num_before = 0 if text is None else text.num_tokens
+        try:
+            return None if text is None else text.push(token_ids)
+        finally:  # also where a detokenizer raises: what came before is delivered
+            count = len(token_ids) if text is None else text.num_tokens - num_before
+            self.num_cut = len(token_ids) - count
+            self.token_ids.extend(token_ids[:count])
+            if logprobs is not None:
+                self.logprobs.extend(logprobs[:count])
 
-    def flush(self, *, stopped_by_string: bool) -> None:
-        """Release text that was held back; after a stop string nothing follows."""
-        if self.detokenizer is None or stopped_by_string or self.drop_output:
-            return
-        text = self.detokenizer.flush()
-        if self.matcher is not None:
-            emit, matched = self.matcher.push(text) if text else ("", None)
-            self.text += emit
-            if matched is None:
-                self.text += self.matcher.flush()
-        else:
-            self.text += text
+    def flush(self) -> str | None:
+        """Release text that was held back; return the stop string that the text ends with, if any."""
+        return None if self.text is None else self.text.flush()
 
     def take(self, end: End | None) -> Delta:
         """Everything not yet delivered, as one delta."""
         token_ids = tuple(self.token_ids)
         logprobs = tuple(self.logprobs) if self.logprobs else None
-        delta = Delta(self.lane, token_ids, self.text, logprobs, end)
+        delta = Delta(self.lane, token_ids, "" if self.text is None else self.text.take(), logprobs, end)
         self.slot.num_sent += len(token_ids)
         self.token_ids.clear()
         self.logprobs.clear()
-        self.text = ""
         return delta
 
     def end(
@@ -159,16 +131,13 @@ class OutputState:
         error: Exception | None = None,
     ) -> End:
         """The terminal event, with counts and times."""
-        if error is not None and request.num_output_tokens and not self.drop_output:
-            error.add_note(f"{request.num_output_tokens} tokens had been produced")
+        num_output_tokens = 0 if self.drop_output else request.num_output_tokens
+        if error is not None and num_output_tokens:
+            error.add_note(f"{num_output_tokens} tokens had been produced")
         return End(
             reason,
             stop_reason,
-            Usage(
-                request.num_prompt_tokens,
-                0 if self.drop_output else request.num_output_tokens,
-                request.num_cached_tokens,
-            ),
+            Usage(request.num_prompt_tokens, num_output_tokens, request.num_cached_tokens),
             request_metrics(request, now),
             error,
             None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),

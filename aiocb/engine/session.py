@@ -10,28 +10,36 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
-import anyio.to_thread
 
-from aiocb.engine.admission import StreamSpec, encode_prompt, plan_request
+from aiocb.engine.admission import Plan, StreamSpec, prepare
 from aiocb.engine.bridge import LoopBridge, Signal
 from aiocb.engine.core import EngineCore
+from aiocb.engine.encoder import Encoder
 from aiocb.engine.life import Life
 from aiocb.engine.output import Submission
 from aiocb.engine.slot import End, Lane, Slot
 from aiocb.errors import QueueFull, RequestTimeout
 from aiocb.outputs import FinishReason, RequestMetrics, Usage
-from aiocb.text.processor import is_long
 
 if TYPE_CHECKING:
     from aiocb.config import EngineConfig
     from aiocb.engine.source import Source
 
-__all__ = ["Intent", "Session"]
+__all__ = ["Admitted", "Intent", "Session"]
 
-_MAX_ENCODERS = 2
+_LONGEST_ALARM_S = 1e6
+_ENCODER_EXIT_S = 1.0
+
+
+class Admitted(NamedTuple):
+    """A stream that the worker knows of: where its output arrives, and its prompt."""
+
+    slot: Slot
+    lanes: tuple[Lane, ...]
+    prompt_token_ids: list[int]
 
 
 class Intent:
@@ -39,13 +47,15 @@ class Intent:
 
     Attributes:
         is_finishing: it is to end at once, without output.
+        abandon: lets go of its preparation, while that is waited for (any thread).
         withdraw: takes it out of the line for room in the queue, while it stands there (any thread).
     """
 
-    __slots__ = ("is_finishing", "withdraw")
+    __slots__ = ("abandon", "is_finishing", "withdraw")
 
     def __init__(self) -> None:
         self.is_finishing = False
+        self.abandon: Callable[[], None] | None = None
         self.withdraw: Callable[[], None] | None = None
 
 
@@ -55,6 +65,7 @@ class Session(Life):
     Attributes:
         built: set when it can serve or has failed.
         exited: set when its thread is about to end.
+        encoder: prepares requests.
     """
 
     def __init__(self, source: Source, config: EngineConfig, number: int = 1) -> None:
@@ -65,19 +76,25 @@ class Session(Life):
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
         self._bridges_lock = threading.Lock()  # taken once per event loop, when its bridge is made
         self._num_wakeups_before = 0
-        self._encoders: dict[asyncio.AbstractEventLoop, anyio.CapacityLimiter] = {}
+        self.encoder = Encoder()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Start the worker; `built` is set when it can serve or has failed.
+        """Start the threads; `built` is set when the worker can serve or has failed.
 
         Raises:
             EngineError: the system gives no thread.
         """
-        self.worker.start(lambda _error: self.built.set(), self._on_exit)
+        self.encoder.start()
+        try:
+            self.worker.start(lambda _error: self.built.set(), self._on_exit)
+        except BaseException:
+            self.encoder.stop(self.closed_error())
+            raise
 
     def _on_exit(self) -> None:
+        self.encoder.stop(self.closed_error())
         for loop, bridge in tuple(self._bridges.items()):
             if loop.is_closed():
                 bridge.discard()
@@ -97,8 +114,10 @@ class Session(Life):
         try:
             if worker.state in ("running", "draining") and drain != 0:
                 drained = Signal()
-                worker.drain(drained.set)
+                worker.drain(lambda: None)
                 with anyio.move_on_after(drain):
+                    await self.encoder.submit(int)  # what has begun before is on its way to the worker then
+                    worker.drain(drained.set)
                     await drained.wait()
         finally:
             worker.stop()
@@ -107,6 +126,10 @@ class Session(Life):
             with anyio.CancelScope(shield=worker.state != "starting"):
                 await self.exited.wait()
             worker.join(1.0)
+            # Bounded by one job, which may be a long one: its thread ends by itself when nobody wants to wait.
+            with anyio.move_on_after(_ENCODER_EXIT_S, shield=True):
+                await self.encoder.exited.wait()
+                self.encoder.join(_ENCODER_EXIT_S)
 
     @property
     def num_wakeups(self) -> int:
@@ -115,55 +138,50 @@ class Session(Life):
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def admit(self, spec: StreamSpec, intent: Intent) -> tuple[Slot, tuple[Lane, ...]]:
-        """Check, encode, wait for room, and hand a stream to the worker.
+    def begin(self, spec: StreamSpec) -> asyncio.Future[Plan | Exception]:
+        """Have a request checked and encoded; its place among others is taken here.
+
+        Raises:
+            EngineClosed, EngineDead: the engine cannot serve.
+        """
+        self.raise_if_unusable()
+        limits, text = self.limits, self.text
+        assert limits is not None and text is not None
+        return self.encoder.submit(partial(prepare, spec, limits, text))
+
+    async def admit(self, spec: StreamSpec, begun: asyncio.Future[Plan | Exception], intent: Intent) -> Admitted:
+        """Wait for the plan and for room in the queue, and hand a stream to the worker.
 
         Nothing is registered before the last await; registration is one synchronous step.
+
+        Args:
+            spec: the request.
+            begun: what `begin` has returned for it.
+            intent: of whoever holds the stream.
 
         Raises:
             InvalidRequest, QueueFull, RequestTimeout, EngineClosed, EngineDead: see `Stream.__anext__`.
         """
         submitted_at = time.monotonic()
-        self.raise_if_unusable()
-        limits, text = self.limits, self.text
-        assert limits is not None and text is not None
-        loop = asyncio.get_running_loop()
-        bridge = self._bridge(loop)
-        if is_long(spec.prompt, spec.tools):
-            prompt_token_ids = await anyio.to_thread.run_sync(
-                encode_prompt,
-                text,
-                spec,
-                limits.defaults.vocab_size,
-                limiter=self._encoder(loop),
-                abandon_on_cancel=True,
-            )
-        else:
-            prompt_token_ids = encode_prompt(text, spec, limits.defaults.vocab_size)
-        plan = plan_request(spec, prompt_token_ids, limits, text)
+        bridge = self._bridge(asyncio.get_running_loop())
+        plan = await self._plan(bridge, spec, begun, intent)
         num_lanes = plan.sampling.n
         if self.config.max_queue_size and not intent.is_finishing:
             await self._wait_for_room(bridge, spec, intent, num_lanes, submitted_at)
-        self.raise_if_unusable()
+        if self.worker.is_stopping or self.worker.state != "draining":  # what began before it drained is let in
+            self.raise_if_unusable()
         # ── from here on: no await ──
-        spec.prompt_token_ids = plan.prompt_token_ids
         slot = Slot(spec.request_id, bridge, num_lanes)
         lanes = slot.make_lanes()
-        if plan.sampling.echo:
-            skip = bool(plan.sampling.skip_special_tokens)
-            echoed = text.decode(plan.prompt_token_ids, skip_special_tokens=skip)
-            for lane in lanes:
-                lane.texts.append(echoed)
         bridge.register(lanes)
         if plan.max_output_tokens == 0 or intent.is_finishing:
             reason: FinishReason = "cancelled" if intent.is_finishing else "length"
             end = End(reason, None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
             for lane in lanes:
-                lane.push((), "", None, end)
-            return slot, lanes
+                lane.push((), plan.texts[lane.index].take() if plan.texts else "", None, end)
+            return Admitted(slot, lanes, plan.prompt_token_ids)
         deadline = None if spec.timeout is None else submitted_at + spec.timeout
         queue_deadline = None if spec.queue_timeout is None else submitted_at + spec.queue_timeout
-        wants_text = plan.sampling.detokenize and text.has_tokenizer
         submission = Submission(
             slot,
             lanes,
@@ -179,11 +197,32 @@ class Session(Life):
             spec.max_unread_tokens,
             spec.on_unread,
             plan.drop_output,
-            text.make_detokenizer if wants_text else None,
+            plan.texts,
         )
         bridge.line.enter(num_lanes)
         self.put((EngineCore.submit, submission))
-        return slot, lanes
+        return Admitted(slot, lanes, plan.prompt_token_ids)
+
+    async def _plan(
+        self, bridge: LoopBridge, spec: StreamSpec, begun: asyncio.Future[Plan | Exception], intent: Intent
+    ) -> Plan:
+        """Wait for the encoder, for as long as the request's time allows."""
+        bounds = [bound for bound in (spec.timeout, spec.queue_timeout) if bound is not None]
+        alarm = None
+        if bounds and min(bounds) < _LONGEST_ALARM_S:
+            late = RequestTimeout(f"the request was not prepared within {min(bounds)} s", "queue")
+            alarm = bridge.loop.call_later(min(bounds), _resolve, begun, late)
+        intent.abandon = partial(bridge.withdraw, begun)
+        try:
+            plan = await begun
+        finally:
+            intent.abandon = None
+            begun.cancel()  # of no effect on one that is done; what a dropped coroutine has waited for is not begun
+            if alarm is not None:
+                alarm.cancel()
+        if isinstance(plan, Exception):
+            raise plan
+        return plan
 
     async def _wait_for_room(
         self, bridge: LoopBridge, spec: StreamSpec, intent: Intent, count: int, submitted_at: float
@@ -219,7 +258,6 @@ class Session(Life):
                     closed = self._bridges.pop(other)
                     closed.discard()
                     self.room.close_line(closed.line)
-                    self._encoders.pop(other, None)
                     self._num_wakeups_before += closed.num_wakeups
                 bridge = self._bridges[loop] = LoopBridge(loop, self.room.open_line(), self._abandon)
         return bridge
@@ -227,8 +265,7 @@ class Session(Life):
     def _abandon(self, slot: Slot) -> None:
         self.put((EngineCore.abort, slot))
 
-    def _encoder(self, loop: asyncio.AbstractEventLoop) -> anyio.CapacityLimiter:
-        limiter = self._encoders.get(loop)
-        if limiter is None:
-            limiter = self._encoders[loop] = anyio.CapacityLimiter(_MAX_ENCODERS)
-        return limiter
+
+def _resolve(future: asyncio.Future[Plan | Exception], result: Exception) -> None:
+    if not future.done():
+        future.set_result(result)

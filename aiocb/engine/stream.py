@@ -8,7 +8,8 @@ group and no cancel scope (PEP 789). No cleanup path awaits; `CancelledError` is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,11 @@ import anyio
 from aiocb.engine.bridge import Withdrawn
 from aiocb.engine.core import EngineCore
 from aiocb.engine.session import Intent
-from aiocb.errors import EngineError, RequestError
+from aiocb.errors import EngineError, QueueFull, RequestError
 from aiocb.outputs import Chunk, Completion, RequestMetrics, Usage
 
 if TYPE_CHECKING:
-    from aiocb.engine.admission import StreamSpec
+    from aiocb.engine.admission import Plan, StreamSpec
     from aiocb.engine.core import Command
     from aiocb.engine.engine import Engine
     from aiocb.engine.session import Session
@@ -48,11 +49,13 @@ class Stream:
 
     __slots__ = (
         "__weakref__",
+        "_begun",
         "_engine",
         "_entered",
         "_intent",
         "_lanes",
         "_loop",
+        "_prompt_token_ids",
         "_reading",
         "_session",
         "_slot",
@@ -64,6 +67,8 @@ class Stream:
         self._engine = engine
         self._spec = spec
         self._intent = Intent()
+        self._begun: asyncio.Future[Plan | Exception] | None = None
+        self._prompt_token_ids: Sequence[int] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Session | None = None
         self._slot: Slot | None = None
@@ -202,7 +207,11 @@ class Stream:
         if slot is None:
             if self._state == "new":
                 self._state = "closed"
-                self._withdraw()
+                leave = self._intent.withdraw or self._intent.abandon
+                if leave is not None:
+                    leave()
+                elif self._begun is not None:
+                    self._begun.cancel()  # nobody waits for it
             return
         if slot.is_closed:
             return
@@ -217,17 +226,12 @@ class Stream:
         A stream that has not been submitted yet, or waits for room in the queue, ends without output.
         """
         self._intent.is_finishing = True  # first: who submits it meanwhile looks at this last
-        slot = self._slot
+        slot, withdraw = self._slot, self._intent.withdraw
         if slot is None:
-            self._withdraw()
+            if withdraw is not None:
+                withdraw()
         elif slot.num_open:
             self._put((EngineCore.finish_early, slot))
-
-    def _withdraw(self) -> None:
-        """Leave the line for room in the queue, if this stands there."""
-        withdraw = self._intent.withdraw
-        if withdraw is not None:
-            withdraw()
 
     async def aclose(self) -> None:
         """The same as `close()`, for `contextlib.aclosing`; never waits."""
@@ -265,7 +269,11 @@ class Stream:
     def __del__(self) -> None:
         # May run in any thread and while locks are held: only a SimpleQueue.put, which is safe in destructors.
         slot = getattr(self, "_slot", None)
-        if slot is not None and slot.num_open and not slot.is_closed:
+        if slot is None:
+            begun = getattr(self, "_begun", None)
+            if begun is not None:
+                begun.cancel()  # nobody waits for it
+        elif slot.num_open and not slot.is_closed:
             slot.is_closed = True
             self._put((EngineCore.abort, slot))
 
@@ -285,7 +293,7 @@ class Stream:
             RequestError, EngineError: as iterating does.
         """
         if self._slot is None:
-            self._spec.stream_interval = None  # nobody reads deltas: one delivery, at the end
+            self._spec = dataclasses.replace(self._spec, stream_interval=None)  # one delivery: nobody reads deltas
         texts: dict[int, list[str]] = {}
         token_ids: dict[int, list[int]] = {}
         logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -309,7 +317,7 @@ class Stream:
         logprobs: dict[int, list[TokenLogprobs]],
     ) -> list[Completion]:
         # A stream that was closed before it was submitted has no lanes.
-        lanes = self._lanes or [None] * self._spec.sampling.n
+        lanes = self._lanes or [None] * int(self._spec.sampling.n)
         return [
             self._completion(index, lane, "".join(texts.get(index, ())), token_ids.get(index, []), logprobs.get(index))
             for index, lane in enumerate(lanes)
@@ -320,7 +328,7 @@ class Stream:
     ) -> Completion:
         end = None if lane is None else lane.end
         finish_reason = "cancelled" if end is None else end.finish_reason
-        prompt_token_ids = tuple(self._spec.prompt_token_ids)
+        prompt_token_ids = tuple(self._prompt_token_ids)
         usage = None if end is None else end.usage
         metrics = None if end is None else end.metrics
         return Completion(
@@ -355,20 +363,34 @@ class Stream:
         assert self._session is not None
         self._session.put(command)
 
+    def _begin(self) -> None:
+        """Have the request prepared; called ahead where many are submitted one after the other."""
+        if self._begun is None and self._state == "new":
+            self._session = self._engine._running()
+            self._begun = self._session.begin(self._spec)
+
     async def _submit(self) -> Slot:
         if self._state == "closed":
             raise StopAsyncIteration
-        session = self._engine._running()
+        self._begin()
+        session, begun = self._session, self._begun
+        assert session is not None and begun is not None
         try:
-            slot, lanes = await session.admit(self._spec, self._intent)
+            admitted = await session.admit(self._spec, begun, self._intent)
         except Withdrawn:
             if not self._intent.is_finishing or self._state == "closed":
                 raise StopAsyncIteration from None
-            slot, lanes = await session.admit(self._spec, self._intent)
+            admitted = await session.admit(self._spec, begun, self._intent)
+        except QueueFull:
+            raise  # it may be tried again as it is
+        except BaseException:
+            self._begun = None
+            raise
         # From the registration in `admit` to here there is no await: a cancelled submission leaves nothing behind.
-        self._session = session
+        self._begun = None
         self._loop = asyncio.get_running_loop()
-        self._slot, self._lanes = slot, lanes
+        self._slot, self._lanes, self._prompt_token_ids = admitted
+        slot = admitted.slot
         if self._intent.is_finishing and slot.num_open:
             self._put((EngineCore.finish_early, slot))
         if self.is_closed:

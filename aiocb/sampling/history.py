@@ -73,25 +73,29 @@ class NGrams:
 
 
 class BannedSequences:
-    """Token sequences that must not be produced, found by the last token of their prefix."""
+    """Token sequences that must not be produced, found by what stands before their last token.
 
-    __slots__ = ("_longer", "single_ids")
+    Attributes:
+        single_ids: those of one token, [U].
+    """
+
+    __slots__ = ("_following", "_sizes", "single_ids")
 
     def __init__(self, sequences: Iterable[Sequence[int]], eos_token_ids: Iterable[int]) -> None:
         # As in the reference, an end-of-sequence id alone is not a bad word: a request could then never end.
-        eos = frozenset(eos_token_ids)
-        self.single_ids = tuple({words[0] for words in sequences if len(words) == 1 and words[0] not in eos})
-        self._longer: dict[int, list[tuple[list[int], int]]] = {}
+        single = {words[0] for words in sequences if len(words) == 1}.difference(eos_token_ids)
+        self.single_ids: npt.NDArray[np.int64] = np.fromiter(single, dtype=np.int64, count=len(single))
+        self._following: dict[tuple[int, ...], list[int]] = {}
         for words in sequences:
             if len(words) > 1:
-                self._longer.setdefault(words[-2], []).append((list(words[:-1]), words[-1]))
+                self._following.setdefault(tuple(words[:-1]), []).append(words[-1])
+        self._sizes = sorted({len(prefix) for prefix in self._following})
 
     def banned(self, tokens: Sequence[int], length: int) -> list[int]:
         """The tokens that would complete a sequence after the first `length` of `tokens`."""
-        if not length:
-            return []
-        return [
-            token
-            for prefix, token in self._longer.get(tokens[length - 1], ())
-            if length >= len(prefix) and list(tokens[length - len(prefix) : length]) == prefix
-        ]
+        found: list[int] = []
+        for size in self._sizes:
+            if size > length:
+                break
+            found += self._following.get(tuple(tokens[length - size : length]), ())
+        return found

@@ -15,10 +15,11 @@ Legend: N rows, V vocabulary, L tokens of a request, U flat indices of one stage
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -84,6 +85,9 @@ class RequestState:
         produced: counts of the output (presence and frequency penalty), or None.
         ngrams: or None.
         bad_words: or None.
+        bias: token ids and what is added to their logits, or None.
+        allowed_ids: or None.
+        end_ids: what may not come before `min_new_tokens`, empty without them.
         processors: the request's own.
         token_list: the history for processors, only kept up when there are any.
     """
@@ -94,7 +98,10 @@ class RequestState:
         "_num_seen",
         "_token_buffer",
         "_vocab_size",
+        "allowed_ids",
         "bad_words",
+        "bias",
+        "end_ids",
         "ngrams",
         "processors",
         "produced",
@@ -108,6 +115,11 @@ class RequestState:
         self._num_prompt_tokens = num_prompt_tokens
         self._vocab_size = vocab_size
         self.bad_words = BannedSequences(sampling.bad_words_ids, _eos_ids(sampling)) if sampling.bad_words_ids else None
+        # As arrays, once: a request may ban a whole vocabulary, and rows are joined whenever the batch changes.
+        bias = sampling.logit_bias
+        self.bias = (_ids(bias), np.fromiter(bias.values(), np.float64, len(bias))) if bias else None
+        self.allowed_ids = None if sampling.allowed_token_ids is None else _ids(sampling.allowed_token_ids)
+        self.end_ids = _ids((*_eos_ids(sampling), *(sampling.stop_token_ids or ())) if sampling.min_new_tokens else ())
         self.processors = [_Processor(call) for call in sampling.logits_processors or ()]
         self._reset()
 
@@ -145,16 +157,12 @@ class RequestState:
         """Tokens that would repeat an n-gram."""
         return () if self.ngrams is None else self.ngrams.banned()
 
-    def banned_late(self, tokens: Sequence[int], length: int) -> Iterable[int]:
+    def banned_late(self, tokens: Sequence[int], length: int) -> npt.NDArray[np.int64]:
         """Tokens banned at this position only: ends of bad words, stop tokens before `min_new_tokens`."""
-        banned: list[int] = []
-        if self.bad_words is not None:
-            banned += self.bad_words.banned(tokens, length)
-        sampling = self.sampling
-        if sampling.min_new_tokens and length - self._num_prompt_tokens < sampling.min_new_tokens:
-            banned += _eos_ids(sampling)
-            banned += sampling.stop_token_ids or ()
-        return banned
+        words = _ids(self.bad_words.banned(tokens, length) if self.bad_words is not None else ())
+        if length - self._num_prompt_tokens >= (self.sampling.min_new_tokens or 0):
+            return words
+        return np.concatenate((words, self.end_ids)) if len(words) else self.end_ids
 
     def token_tensor(self, device: torch.device) -> Tensor:
         """The history as transformers wants it, [1, L] int64; a view of a buffer that grows by doubling."""
@@ -168,6 +176,10 @@ class RequestState:
         buffer[filled:length] = torch.tensor(self.token_list[filled:], dtype=torch.int64)
         self._num_buffered = length
         return buffer[None, :length]
+
+
+def _ids(values: Collection[int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(values, dtype=np.int64, count=len(values))
 
 
 def _eos_ids(sampling: SamplingParams) -> tuple[int, ...]:
@@ -217,25 +229,15 @@ class StaticStage:
         self.late_rows = [
             (row, state) for row, state in present if state.bad_words is not None or state.sampling.min_new_tokens
         ]
-        biases = [
-            (row * vocab_size + token, bias)
-            for row, state in present
-            for token, bias in (state.sampling.logit_bias or {}).items()
-        ]
-        self.bias_index = _index([index for index, _ in biases], device)
-        self.bias_values = torch.tensor([bias for _, bias in biases], dtype=torch.float32, device=device)
-        self.banned_index = _index(
-            [
-                row * vocab_size + token
-                for row, state in present
-                if state.bad_words is not None
-                for token in state.bad_words.single_ids
-            ],
-            device,
-        )
-        allowing = [(row, ids) for row, state in present if (ids := state.sampling.allowed_token_ids) is not None]
+        biases = [(row, *state.bias) for row, state in present if state.bias is not None]
+        self.bias_index = _joined([(row, ids) for row, ids, _ in biases], vocab_size, device)
+        values = [values for _, _, values in biases] or [np.empty(0)]
+        self.bias_values = torch.from_numpy(np.concatenate(values)).to(torch.float32).to(device)
+        banning = [(row, state.bad_words.single_ids) for row, state in present if state.bad_words is not None]
+        self.banned_index = _joined(banning, vocab_size, device)
+        allowing = [(row, ids) for row, state in present if (ids := state.allowed_ids) is not None]
         self.allowed_rows = _index([row for row, _ in allowing], device)
-        self.allowed_index = _index([row * vocab_size + token for row, ids in allowing for token in ids], device)
+        self.allowed_index = _joined(allowing, vocab_size, device)
 
 
 def process(logits: Tensor, stage: StaticStage, histories: Sequence[tuple[Sequence[int], int]]) -> dict[int, Exception]:
@@ -277,10 +279,8 @@ def process(logits: Tensor, stage: StaticStage, histories: Sequence[tuple[Sequen
     if len(stage.banned_index):
         flat.index_fill_(0, stage.banned_index, -torch.inf)
     if stage.late_rows:
-        late = [
-            row * vocab_size + token for row, state in stage.late_rows for token in state.banned_late(*histories[row])
-        ]
-        _ban(flat, late, device)
+        late = [(row, state.banned_late(*histories[row])) for row, state in stage.late_rows]
+        flat.index_fill_(0, _joined(late, vocab_size, device), -torch.inf)
     return failures
 
 
@@ -340,6 +340,12 @@ def _ban(flat: Tensor, index: Sequence[int], device: torch.device) -> None:
 
 def _index(values: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _joined(rows: Sequence[tuple[int, npt.NDArray[np.int64]]], vocab_size: int, device: torch.device) -> Tensor:
+    """Flat indices of the logits of some tokens of some rows, [U]."""
+    parts = [ids + row * vocab_size for row, ids in rows] or [_ids(())]
+    return torch.from_numpy(np.concatenate(parts)).to(device)
 
 
 def _bounded(value: float | None, low: float) -> float:

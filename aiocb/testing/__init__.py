@@ -18,7 +18,7 @@
 from aiocb.testing.fake import FakeRunner, byte_tokenizer, fake_engine
 from aiocb.testing.gate import Gate
 from aiocb.testing.oracle import KVMismatch, KVOracle, simple_layout
-from aiocb.testing.quiescent import assert_quiescent, settle
+from aiocb.testing.quiescent import assert_quiescent, settle, submitted
 
 __all__ = [
     "FakeRunner",
@@ -30,4 +30,5 @@ __all__ = [
     "fake_engine",
     "settle",
     "simple_layout",
+    "submitted",
 ]

@@ -278,8 +278,7 @@ def expect(oracle: KVOracle, submission: Submission, index: int) -> Expected:
     text = ""
     for count, letter in enumerate(letters(tokens), 1):
         text += letter
-        seen = text[max(minimum - 1, 0) :]
-        matching = [stop for stop in sampling.stop or () if seen.endswith(stop)]
+        matching = [stop for stop in sampling.stop or () if count >= minimum and text.endswith(stop)]
         if matching:
             stop = max(matching, key=len)
             shown = text if sampling.include_stop_str_in_output else text[: -len(stop)]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
     from aiocb.engine.session import Session
 
-__all__ = ["assert_quiescent", "settle"]
+__all__ = ["assert_quiescent", "settle", "submitted"]
 
 _TIMEOUT_S = 20.0
 
@@ -45,8 +45,9 @@ async def assert_quiescent(engine: Engine) -> None:
         await _barrier(session, lambda core: found.extend(_inspect(core)))
     else:
         worker.join(_TIMEOUT_S)
-        if worker.is_alive:
-            found.append("the worker thread is alive")
+        session.encoder.join(_TIMEOUT_S)
+        if worker.is_alive or session.encoder.is_alive:
+            found.append("a thread is alive")
         if worker.core is not None and worker.state == "closed":
             found += _inspect(worker.core)
     await _end_of_dispatch(session)
@@ -73,9 +74,25 @@ async def settle(engine: Engine) -> None:
     """
     session = engine._session
     if session is not None:
+        await submitted(engine)
         await _barrier(session)
         for _ in range(3):  # passes in which this loop's dispatcher hands out what has arrived in it
             await asyncio.sleep(0)
+
+
+async def submitted(engine: Engine) -> None:
+    """Return when every stream that this loop has begun is in the worker's inbox, was refused, or waits for room.
+
+    Streams of tasks that were made just before count; the worker itself may stand still (see `Gate`).
+    """
+    session = engine._session
+    if session is not None and session.encoder.is_alive:
+        await asyncio.sleep(0)
+        await session.encoder.submit(_nothing)
+
+
+def _nothing() -> None:
+    """A job after all others."""
 
 
 async def _barrier(session: Session, look: Callable[[EngineCore], object] | None = None) -> None:

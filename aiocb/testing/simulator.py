@@ -32,7 +32,7 @@ from aiocb.engine.room import Room
 from aiocb.engine.slot import Slot
 from aiocb.engine.source import Built, Source
 from aiocb.errors import EngineClosed, EngineDead, EngineError, InvalidRequest, RequestFailed
-from aiocb.sampling_params import ModelDefaults
+from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.scheduler import Scheduler
 from aiocb.step import StepPlan
@@ -47,6 +47,8 @@ from aiocb.testing.workload import (
     random_spec,
     random_tokens,
 )
+from aiocb.text.output import TextOutput
+from aiocb.text.stop_strings import StopMatcher
 
 __all__ = ["LAYOUTS", "Layout", "Report", "Simulation", "SimulationError"]
 
@@ -81,9 +83,6 @@ class _Text:
     """As much of a `TextProcessor` as admission asks for."""
 
     has_tokenizer = True
-
-    def special_id(self, text: str) -> int | None:
-        return None
 
 
 class _OracleSource(Source):
@@ -501,7 +500,6 @@ class Simulation:
             return
         if plan.max_output_tokens == 0:
             return
-        spec.prompt_token_ids = plan.prompt_token_ids
         client = Client(spec, plan, self.sinks[chance.random() < 0.1], chance.choice((0.0, 0.0, 0.5, 0.97)))
         line, count = client.sink.line, plan.sampling.n
         if not line.can_enter(count):
@@ -550,7 +548,7 @@ class Simulation:
             spec.max_unread_tokens,
             spec.on_unread,
             plan.drop_output,
-            (lambda skip_special_tokens: Letters(fail_after, fault)) if has_text else None,
+            tuple([_text(Letters(fail_after, fault), plan.sampling) for _ in lanes]) if has_text else (),
         )
         client.has_text = has_text
         client.open(submission, self._put)
@@ -558,6 +556,11 @@ class Simulation:
 
     def _note(self, event: str) -> None:
         self._log.append(f"{self.num_steps}: {event}")
+
+
+def _text(detokenizer: Letters, sampling: SamplingParams) -> TextOutput:
+    matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+    return TextOutput(detokenizer, matcher, min_new_tokens=sampling.min_new_tokens or 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Worker thread: how a tokenizer's ids become text.
+"""How a tokenizer's ids become text.
 
 For almost every tokenizer `decode` is a join of pieces: what a token contributes depends on the token and on whether
 it is the first, not on its neighbours. `TokenText` works the pieces out one by one as tokens appear (a table of a
@@ -13,16 +13,23 @@ import json
 import logging
 import random
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from aiocb.text.pieces import Detokenizer, Piece, PieceDetokenizer, Pieces, Replacer, WindowDetokenizer
-from aiocb.text.stop_strings import StopMatcher
+from aiocb.text.pieces import (
+    Detokenizer,
+    MarkingDetokenizer,
+    Piece,
+    PieceDetokenizer,
+    Pieces,
+    Replacer,
+    WindowDetokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokenizer", "StopMatcher", "TokenText"]
+__all__ = ["Detokenizer", "TokenText"]
 
 logger = logging.getLogger("aiocb")
 
@@ -126,6 +133,18 @@ class TokenText:
             return self._with_pieces(self._tables[skip_special_tokens])
         decode = self._decode_raw if self._is_cleaned else self._decode
         return WindowDetokenizer(lambda ids: decode(ids, skip_special_tokens), self._stages())
+
+    def marking(self, marks: Mapping[int, str]) -> Detokenizer:
+        """Return a detokenizer that leaves special tokens out, but yields a mark in the place of some.
+
+        Args:
+            marks: by token id, what is yielded for it.
+        """
+        plain = self.detokenizer()
+        if not self._tables:
+            return MarkingDetokenizer(plain, marks)
+        pieces, first = self._tables[True]
+        return self._with_pieces((_with_marks(pieces, marks), _with_marks(first, marks)))
 
     def piece(self, token_id: int) -> bytes:
         """What the token contributes in the middle of a text, specials included; b"" when that is not known."""
@@ -249,9 +268,16 @@ class TokenText:
         return probes
 
 
+def _with_marks(pieces: Pieces, marks: Mapping[int, str]) -> Pieces:
+    marked = Pieces(pieces.__getitem__)
+    marked.update(marks)
+    return marked
+
+
 def _special_tokens(tokenizer: Any, backend: Any) -> Iterable[str]:
     if backend is None:
-        return [str(token) for token in getattr(tokenizer, "all_special_tokens", ())]
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        return [*map(str, getattr(tokenizer, "all_special_tokens", ())), *(str(t) for t in added if t.special)]
     return [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
 
 

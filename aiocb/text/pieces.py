@@ -1,4 +1,4 @@
-"""Worker thread: the per-request side of detokenization, from pieces of text and bytes to text.
+"""The per-request side of detokenization, from pieces of text and bytes to text.
 
 token id ─► piece ─► code points ─► strip ─► replacements (clean-up) ─► text that is certain
 """
@@ -6,9 +6,20 @@ token id ─► piece ─► code points ─► strip ─► replacements (clean
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
-__all__ = ["MAX_BYTE_RUN", "Detokenizer", "Piece", "PieceDetokenizer", "Pieces", "Replacer", "WindowDetokenizer"]
+__all__ = [
+    "MAX_BYTE_RUN",
+    "Detokenizer",
+    "MarkingDetokenizer",
+    "Piece",
+    "PieceDetokenizer",
+    "Pieces",
+    "Replacer",
+    "WindowDetokenizer",
+]
 
 MAX_BYTE_RUN = 64
 """Byte tokens held back at most. `decode` turns a whole run of byte tokens into U+FFFD when one of them breaks it, so
@@ -79,6 +90,10 @@ class Detokenizer:
         """Return what is still held, as `decode` renders it at the end of a sequence; no `push` may follow."""
         return ""
 
+    def fork(self) -> Self:
+        """Return another one that goes on from here by itself."""
+        return copy.copy(self)
+
 
 class PieceDetokenizer(Detokenizer):
     """Joins pieces: O(1) per token and, when nothing is pending, one dictionary look-up."""
@@ -146,6 +161,13 @@ class PieceDetokenizer(Detokenizer):
                 held = later.push(held)
             text += held
         return text
+
+    def fork(self) -> Self:
+        """See `Detokenizer.fork`."""
+        other = copy.copy(self)
+        other._decoder = copy.copy(self._decoder)
+        other._stages = [copy.copy(stage) for stage in self._stages]
+        return other
 
     def _push_bytes(self, piece: bytes) -> str:
         # Byte-level vocabularies: bytes join across tokens; a broken sequence costs one U+FFFD and no more.
@@ -240,3 +262,31 @@ class WindowDetokenizer(Detokenizer):
             text = stage.push(text) + stage.flush()
         emitted = "".join(self._parts)
         return text[len(emitted) :] if text.startswith(emitted) else ""
+
+    def fork(self) -> Self:
+        """See `Detokenizer.fork`."""
+        other = copy.copy(self)
+        other._ids, other._parts = self._ids.copy(), self._parts.copy()
+        other._stages = [copy.copy(stage) for stage in self._stages]
+        return other
+
+
+class MarkingDetokenizer(Detokenizer):
+    """Another detokenizer's text with a mark for some tokens; text that the other one holds back follows its mark."""
+
+    __slots__ = ("_inner", "_marks")
+
+    def __init__(self, inner: Detokenizer, marks: Mapping[int, str]) -> None:
+        self._inner, self._marks = inner, marks
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer.push`."""
+        return "".join([self._inner.push((token_id,)) + self._marks.get(token_id, "") for token_id in token_ids])
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        return self._inner.flush()
+
+    def fork(self) -> Self:
+        """See `Detokenizer.fork`."""
+        return type(self)(self._inner.fork(), self._marks)

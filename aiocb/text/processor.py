@@ -1,4 +1,4 @@
-"""Any thread: prompts to token ids. Short prompts are encoded on the event loop, long ones in a thread (`is_long`).
+"""Any thread: prompts to token ids, and what turns an output's token ids into text.
 
 A tokenizer belongs to its user, who may be encoding with it in other threads at the same time, with truncation and
 padding that a fast tokenizer keeps as *state*. So nothing is changed here: the backend is called directly, which
@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from aiocb.errors import InvalidRequest
-from aiocb.sampling_params import check_ids
-from aiocb.text.detokenizer import Detokenizer, TokenText
+from aiocb.errors import InvalidRequest, explain, show_value
+from aiocb.sampling_params import SamplingParams, check_ids
+from aiocb.text.chat import ChatTemplate, SpecialTexts
+from aiocb.text.detokenizer import TokenText
+from aiocb.text.output import MARKS, Marking, TextOutput
+from aiocb.text.pieces import Detokenizer
+from aiocb.text.prompts import Messages, Refused, take_prompt
+from aiocb.text.stop_strings import StopMatcher, StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TextProcessor", "is_long", "is_messages"]
-
-LONG_TEXT = 2000
-"""Characters (about 0.3 ms of work) from which a prompt is encoded in a thread."""
-LONG_IDS = 100_000
-"""Ids (about a millisecond of checks) from which the same holds for a prompt of token ids."""
+__all__ = ["TextProcessor"]
 
 _PROBES = ("Hello, world!  It's 3.5 °C.\n\n", "日本語 😀 naïve", "<s> [INST] x [/INST]</s>", "")
+_BEFORE = "\n"
+"""Stands before a part of a text while it is encoded: at the start of a text, some tokenizers add a space."""
 
 
 class TextProcessor:
@@ -39,12 +41,10 @@ class TextProcessor:
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer: Any = tokenizer
         self._token_text = TokenText(tokenizer)
-        # For tokenizers in Python: their state is not known. Long texts get a copy and a lock of their own, so that a
-        # short one on the event loop never waits for a long one in a thread.
-        self._lock = threading.Lock()
-        self._long_lock = threading.Lock()
-        self._long_tokenizer: Any = None
+        self._lock = threading.Lock()  # for tokenizers in Python: their state is not known
         self._backend: Any = None
+        self._specials: SpecialTexts | None = None
+        self._chat: ChatTemplate | None = None
 
     def prepare(self) -> None:
         """Choose and prove the fast paths; meant for the thread that loads the model. Idempotent."""
@@ -75,21 +75,7 @@ class TextProcessor:
         """The table behind the detokenizers."""
         return self._token_text
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id that begins a sequence, if the tokenizer has one."""
-        value = getattr(self._tokenizer, "bos_token_id", None)
-        return value if isinstance(value, int) else None
-
-    def special_id(self, text: str) -> int | None:
-        """The id of the special token written `text`, None when there is none.
-
-        Special tokens are left out of the text by default, so a stop string that names one never shows up there.
-        """
-        if text not in self._token_text.special_tokens:
-            return None
-        token_id = self._tokenizer.convert_tokens_to_ids(text)
-        return token_id if isinstance(token_id, int) else None
+    # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encode a text as the tokenizer does.
@@ -100,93 +86,161 @@ class TextProcessor:
         tokenizer = self._need_tokenizer("a prompt of text")
         backend = self._backend
         try:
-            if backend is not None:
-                for _ in range(4):
-                    ids = _encode(backend, text, add_special_tokens)
-                    if ids is not None:
-                        return ids
-                # Its user leaves truncation or padding switched on: an own copy (seconds for a large vocabulary, once).
-                with self._lock:
-                    if self._backend is backend:
-                        self._backend = _private(backend)
-                return _encode(self._backend, text, add_special_tokens) or []
-            if len(text) < LONG_TEXT:
+            if backend is None:
                 with self._lock:
                     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-            with self._long_lock:
-                if self._long_tokenizer is None:
-                    # A large backend takes seconds to copy, and what is shared there is its truncation only.
-                    has_backend = getattr(tokenizer, "backend_tokenizer", None) is not None
-                    self._long_tokenizer = tokenizer if has_backend else copy.deepcopy(tokenizer)
-                return list(self._long_tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            for _ in range(4):
+                ids = _encode(backend, text, add_special_tokens)
+                if ids is not None:
+                    return ids
+            # Its user leaves truncation or padding switched on: an own copy (seconds for a large vocabulary, once).
+            with self._lock:
+                if self._backend is backend:
+                    self._backend = _private(backend)
+            return _encode(self._backend, text, add_special_tokens) or []
         except Exception as error:
-            raise InvalidRequest(f"the tokenizer cannot encode this prompt: {error}") from error
+            raise InvalidRequest(f"the tokenizer cannot encode this prompt: {explain(error)}") from error
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """Encode a text as `encode` does, but what spells a special token in it stays ordinary text.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        specials = self._special_texts()
+        if not specials.are_in(text):
+            return self.encode(text)
+        first, *rest = specials.split(text)
+        ids = self.encode(first)
+        bare = self.encode(first, add_special_tokens=False)
+        # What the tokenizer adds behind a text has to stand behind the whole.
+        end = next((at + len(bare) for at in range(len(ids)) if ids[at : at + len(bare)] == bare), len(ids))
+        return [*ids[:end], *self._encode_after(rest), *ids[end:]]
+
+    def encode_chat(
+        self,
+        messages: Any,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special_tokens: bool = False,
+    ) -> list[int]:
+        """Render messages with the chat template and encode the result, without further special tokens.
+
+        What messages, tools and documents spell does not become a special token, unless `parse_special_tokens`. The
+        ids are those of the rendered text as a whole wherever nothing spells one.
+
+        Args:
+            messages: as for `take_prompt`.
+            tools, chat_template_kwargs, parse_special_tokens: see `ChatTemplate.render`.
+
+        Raises:
+            InvalidRequest: as `ChatTemplate.render` and `encode`.
+        """
+        first, *rest = self._render(messages, tools, chat_template_kwargs, parses_specials=parse_special_tokens)
+        return [*self.encode(first, add_special_tokens=False), *self._encode_after(rest)]
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Any,
         *,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages with the chat template, ready for the assistant's answer.
-
-        Args:
-            messages: mappings with `role` and `content`.
-            tools: JSON schemas or documented functions, as `apply_chat_template` takes them.
-            chat_template_kwargs: further arguments of the template; also `chat_template`, `add_generation_prompt`
-                and `continue_final_message` (which replaces the former).
+        """The text that `encode_chat` encodes.
 
         Raises:
-            InvalidRequest: no tokenizer, no template, malformed messages, or the template refused them.
+            InvalidRequest: as `ChatTemplate.render`.
         """
-        tokenizer = self._need_tokenizer("a prompt of chat messages")
-        arguments = dict(chat_template_kwargs or {})
-        if tokenizer.chat_template is None and arguments.get("chat_template") is None:
-            raise InvalidRequest(
-                "this model's tokenizer has no chat template (a base model?): give the prompt as text, or a template "
-                "with chat_template_kwargs={'chat_template': ...}"
-            )
-        for message in messages:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise InvalidRequest(
-                    f"a chat message must be a mapping with a 'role' and its 'content', not {message!r}"
-                )
-        arguments.setdefault("add_generation_prompt", not arguments.get("continue_final_message", False))
-        arguments["tokenize"] = False
-        try:
-            text = tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tools=list(tools) if tools else None, **arguments
-            )
-        except Exception as error:  # a template is a program of its own and raises what it likes
-            raise InvalidRequest(f"the chat template refused these messages: {error}") from error
-        return str(text)
+        return "".join(self._render(messages, tools, chat_template_kwargs, parses_specials=True))
 
-    def encode_chat(
+    def normalize_prompt(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        prompt: Any,
         *,
+        vocab_size: int,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special_tokens: bool | None = None,
     ) -> list[int]:
-        """Render messages (`render_chat`) and encode the result, without further special tokens.
+        """Turn any kind of prompt into a fresh list of token ids.
+
+        Args:
+            prompt: see `take_prompt`.
+            vocab_size: every id must lie below it.
+            tools, chat_template_kwargs: as for `encode_chat`; only with chat messages.
+            parse_special_tokens: see `SamplingParams`.
 
         Raises:
-            InvalidRequest: as `render_chat` and `encode`.
+            InvalidRequest: it can be no prompt, is empty, or holds an id that the model does not have.
         """
-        text = self.render_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        return self.encode(text, add_special_tokens=False)
+        taken = take_prompt(prompt)
+        if isinstance(taken, Refused):
+            raise InvalidRequest(taken.reason)
+        if isinstance(taken, Messages):
+            ids = self.encode_chat(
+                taken,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                parse_special_tokens=bool(parse_special_tokens),
+            )
+        elif tools or chat_template_kwargs:
+            raise InvalidRequest("tools and chat_template_kwargs need a prompt of chat messages")
+        elif isinstance(taken, str):
+            ids = self.encode_as_text(taken) if parse_special_tokens is False else self.encode(taken)
+        else:
+            ids = list(taken)
+        if not ids:
+            raise InvalidRequest("the tokenizer makes no tokens of this prompt; give at least one token")
+        return list(check_ids("the prompt", ids, vocab_size))
 
-    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The tokenizer's own `decode`, "" without a tokenizer."""
-        if self._tokenizer is None:
-            return ""
-        detokenizer = self.make_detokenizer(skip_special_tokens=skip_special_tokens)
-        return detokenizer.push(list(token_ids)) + detokenizer.flush()
+    # ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def make_detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh detokenizer; one per request and sample."""
         return self._token_text.detokenizer(skip_special_tokens=skip_special_tokens)
+
+    def make_outputs(
+        self, sampling: SamplingParams, prompt_token_ids: Sequence[int], count: int
+    ) -> tuple[TextOutput, ...]:
+        """What turns the tokens of `count` samples of one prompt into text.
+
+        Args:
+            sampling: resolved parameters.
+            prompt_token_ids: for an echo.
+        """
+        skip = bool(sampling.skip_special_tokens)
+        stops, marking = self._make_stops(sampling.stop or (), skip)
+
+        def make_matcher() -> StopMatcher | None:
+            return None if stops is None else StopMatcher(stops, sampling.include_stop_str_in_output)
+
+        output = TextOutput(
+            self.make_detokenizer(skip_special_tokens=skip),
+            make_matcher(),
+            min_new_tokens=sampling.min_new_tokens or 0,
+            echo=prompt_token_ids if sampling.echo else (),
+            marking=marking,
+        )
+        return (output, *(output.fork(make_matcher()) for _ in range(count - 1)))
+
+    def _make_stops(self, stops: Sequence[str], skip: bool) -> tuple[StopStrings | None, Marking | None]:
+        """Stop strings; those that name special tokens which the text leaves out, with marks for these."""
+        if not stops:
+            return None, None
+        marks: dict[str, str] = {}
+        names: dict[str, str] = {}
+        if skip:
+
+            def mark(special: str) -> str:
+                return marks.setdefault(special, chr(MARKS[len(marks)]))
+
+            specials = self._special_texts()
+            names = {specials.replace(stop, mark): stop for stop in stops}
+        if not marks:
+            return StopStrings(stops), None
+        by_id = {self._tokenizer.convert_tokens_to_ids(text): character for text, character in marks.items()}
+        return StopStrings(names), Marking(self._token_text.marking(by_id), names)
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Every way in which the tokenizer writes each word: at the start of a text, after a space, within a text.
@@ -197,9 +251,9 @@ class TextProcessor:
         self._need_tokenizer("bad_words")
         found: dict[tuple[int, ...], None] = {}
         for word in words:
-            if not isinstance(word, str) or not word.strip():
-                raise InvalidRequest(f"bad_words must hold words, not {word!r}")
             bare = word.lstrip()
+            if not bare:
+                raise InvalidRequest(f"bad_words must hold words, not {show_value(word)}")
             wanted = {bare.encode(), b" " + bare.encode()}
             before = len(found)
             for context in ("", " ", "\n", "(", "a "):
@@ -215,78 +269,45 @@ class TextProcessor:
                     found[tuple(ids)] = None
         return tuple(found)
 
-    def normalize_prompt(
-        self,
-        prompt: Any,
-        *,
-        vocab_size: int,
-        tools: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Turn any kind of prompt into a fresh list of token ids.
+    # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-        Args:
-            prompt: a text; chat messages; token ids as a sequence, a tensor or array of one row, or a tokenizer's
-                encoding (padding is dropped).
-            vocab_size: every id must lie below it.
-            tools, chat_template_kwargs: as for `render_chat`; only with chat messages.
+    def _render(self, messages: Any, tools: Any, arguments: Any, *, parses_specials: bool) -> list[str]:
+        tokenizer = self._need_tokenizer("a prompt of chat messages")
+        taken = take_prompt(messages)
+        if not isinstance(taken, Messages):
+            raise InvalidRequest(taken.reason if isinstance(taken, Refused) else "these are no chat messages")
+        if self._chat is None:
+            self._chat = ChatTemplate(tokenizer, self._special_texts())
+        return self._chat.render(taken.messages, tools, arguments, parses_specials=parses_specials)
 
-        Raises:
-            InvalidRequest: it is none of these, holds an id that the model does not have, or is empty and the
-                tokenizer has no token that begins a sequence.
-        """
-        if is_messages(prompt):
-            messages = [prompt] if isinstance(prompt, Mapping) else prompt
-            ids = self.encode_chat(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        elif tools or chat_template_kwargs:
-            raise InvalidRequest("tools and chat_template_kwargs need a prompt of chat messages")
-        elif isinstance(prompt, str):
-            ids = self.encode(prompt)
-        else:
-            ids = _ids_of(prompt)
-        if not ids:
-            if self.bos_token_id is None:
-                raise InvalidRequest("the prompt is empty and there is no token to begin with; give at least one token")
-            ids = [self.bos_token_id]
-        return _checked(ids, vocab_size)
+    def _special_texts(self) -> SpecialTexts:
+        if self._specials is None:
+            self._need_tokenizer("a prompt of text")
+            backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+            normalizer: Any = getattr(backend, "normalizer", None)
+            normalized: list[str] = []
+            if normalizer is not None:
+                added = backend.get_added_tokens_decoder().values()
+                normalized = [normalizer.normalize_str(t.content) for t in added if t.special and t.normalized]
+            self._specials = SpecialTexts(
+                self._token_text.special_tokens, getattr(normalizer, "normalize_str", None), normalized
+            )
+        return self._specials
+
+    def _encode_after(self, parts: Iterable[str]) -> list[int]:
+        """Encode parts of one text that follow others."""
+        ids: list[int] = []
+        before = self.encode(_BEFORE, add_special_tokens=False)
+        for part in parts:
+            found = self.encode(_BEFORE + part, add_special_tokens=False)
+            is_apart = found[: len(before)] == before
+            ids += found[len(before) :] if is_apart else self.encode(part, add_special_tokens=False)
+        return ids
 
     def _need_tokenizer(self, what: str) -> Any:
         if self._tokenizer is None:
             raise InvalidRequest(f"this engine has no tokenizer, so {what} cannot be encoded; give token ids instead")
         return self._tokenizer
-
-
-def is_messages(prompt: Any) -> bool:
-    """True for chat messages (a sequence of mappings, or a single mapping with a role)."""
-    if isinstance(prompt, Mapping):
-        return "role" in prompt
-    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
-
-
-def is_long(prompt: Any, tools: Sequence[Any] | None = None) -> bool:
-    """True when turning the prompt into ids could hold up an event loop: do it in a thread."""
-    if isinstance(prompt, str):
-        return len(prompt) >= LONG_TEXT
-    if is_messages(prompt):
-        # The price of tools is in rendering their schemas (and reading the signatures of functions).
-        return bool(tools) or _text_len(prompt, LONG_TEXT) >= LONG_TEXT
-    try:
-        return len(prompt) >= LONG_IDS
-    except TypeError:
-        return False
-
-
-def _text_len(value: Any, limit: int) -> int:
-    """Characters in nested messages, counted up to `limit`."""
-    if isinstance(value, str):
-        return len(value)
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    total = 0
-    for item in items:
-        total += 8 + _text_len(item, limit - total)  # 8: what a template adds around each
-        if total >= limit:
-            break
-    return total
 
 
 def _encode(backend: Any, text: str, add_special_tokens: bool) -> list[int] | None:
@@ -306,50 +327,3 @@ def _private(backend: Any) -> Any:
     own.no_truncation()
     own.no_padding()
     return own
-
-
-def _ids_of(prompt: Any) -> list[Any]:
-    mask = None
-    if isinstance(prompt, Mapping) or hasattr(prompt, "data"):  # transformers' BatchEncoding is a UserDict
-        data = prompt if isinstance(prompt, Mapping) else prompt.data
-        if isinstance(data, Mapping):
-            if "input_ids" not in data:
-                raise InvalidRequest("a mapping as a prompt must be a tokenizer's encoding with 'input_ids'")
-            mask = data.get("attention_mask")
-            prompt = data["input_ids"]
-            if isinstance(prompt, (list, tuple)) and len(prompt) == 1 and not isinstance(prompt[0], int):
-                prompt, mask = prompt[0], mask and mask[0]
-    elif hasattr(prompt, "ids") and hasattr(prompt, "attention_mask"):  # tokenizers.Encoding
-        prompt, mask = prompt.ids, prompt.attention_mask
-    ids, kept = _row(prompt), None if mask is None else _row(mask)
-    if kept is not None and len(kept) == len(ids) and 0 in kept:
-        ids = [token_id for token_id, keep in zip(ids, kept, strict=True) if keep]
-    return ids
-
-
-def _row(values: Any) -> list[Any]:
-    """A list from a sequence, or from a tensor or array of one row."""
-    to_list: Callable[[], Any] | None = getattr(values, "tolist", None)
-    if to_list is not None:
-        shape = tuple(values.shape)
-        if len(shape) == 2 and shape[0] == 1:
-            row: list[Any] = to_list()[0]
-            return row
-        if len(shape) != 1:
-            raise InvalidRequest(f"a prompt of token ids must have one dimension, not the shape {list(shape)}")
-        return list(to_list())
-    if isinstance(values, (list, tuple, range)):
-        if values and isinstance(values[0], (str, list, tuple)):
-            raise InvalidRequest("several prompts were given where one is expected; use generate_batch for many")
-        return list(values)
-    raise InvalidRequest(
-        "a prompt must be a text, a list of token ids, a list of chat messages, or a tokenizer's encoding, "
-        f"not {type(values).__name__}"
-    )
-
-
-def _checked(ids: list[Any], vocab_size: int) -> list[int]:
-    # Passes in C for the usual case; the loop below only finds out what to say.
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-        return ids
-    return list(check_ids("the prompt", ids, vocab_size))

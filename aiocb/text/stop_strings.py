@@ -1,11 +1,57 @@
-"""Worker thread: stop strings, found while the text is still arriving."""
+"""Stop strings, found while the text is still arriving."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
-__all__ = ["StopMatcher"]
+__all__ = ["StopMatcher", "StopStrings"]
+
+_MAX_MOVES = 1024
+
+
+class StopStrings:
+    """A set of stop strings, prepared for `StopMatcher`; one serves all samples of a request, in one thread.
+
+    What a text may still complete is told by its longest end that begins a stop string: the states of the automaton
+    of Aho and Corasick (1975). They are worked out when a text first reaches them, from the sorted strings, and not
+    ahead: a table of a megabyte of stop strings would take seconds to build, and almost none of it is ever visited.
+
+    Args:
+        stops: non-empty strings.
+
+    Attributes:
+        first: the characters that stop strings begin with.
+    """
+
+    __slots__ = ("_all", "_lengths", "_moves", "_sorted", "first")
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._all = frozenset(stops)
+        self._sorted = sorted(self._all)
+        self._lengths = sorted({len(stop) for stop in self._all}, reverse=True)
+        self._moves: dict[str, tuple[str, str | None]] = {}
+        self.first = frozenset(stop[0] for stop in self._sorted)
+
+    def move(self, text: str) -> tuple[str, str | None]:
+        """Look at a text that began as a stop string does, and got one more character.
+
+        Returns:
+            Its longest end that begins a longer stop string, and the longest stop string that it ends with.
+        """
+        known = self._moves.get(text)
+        if known is None:
+            size = len(text)
+            found = next((text[-n:] for n in self._lengths if n <= size and text[-n:] in self._all), None)
+            begin = next((i for i in range(size) if text[i] in self.first and self._is_begun(text[i:])), size)
+            if len(self._moves) >= _MAX_MOVES:
+                self._moves.clear()
+            known = self._moves[text] = text[begin:], found
+        return known
+
+    def _is_begun(self, text: str) -> bool:
+        place = bisect_right(self._sorted, text)
+        return place < len(self._sorted) and self._sorted[place].startswith(text)
 
 
 class StopMatcher:
@@ -13,48 +59,20 @@ class StopMatcher:
 
     The match that is complete first wins; of several that end together, the one that started first. Only a live
     prefix of a stop string is held back; a false start is released at once. Cost per character does not depend on the
-    number or length of the stop strings (Aho and Corasick, 1975).
+    number or length of the stop strings.
 
     Args:
-        stops: non-empty strings.
+        stops: the stop strings.
         include: keep the matched string in the text.
     """
 
-    __slots__ = ("_children", "_depth", "_fail", "_found", "_held", "_include", "_matched", "_may_start", "_state")
+    __slots__ = ("_held", "_include", "_matched", "_stops")
 
-    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+    def __init__(self, stops: StopStrings | Sequence[str], include: bool = False) -> None:
+        self._stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
         self._include = include
         self._held = ""
         self._matched: str | None = None
-        self._state = 0
-        self._children: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._found: list[str | None] = [None]
-        for stop in stops:
-            state = 0
-            for character in stop:
-                following = self._children[state].get(character)
-                if following is None:
-                    following = self._children[state][character] = len(self._children)
-                    self._children.append({})
-                    self._depth.append(self._depth[state] + 1)
-                    self._found.append(None)
-                state = following
-            if state:
-                self._found[state] = stop
-        self._fail = [0] * len(self._children)
-        queue = list(self._children[0].values())
-        for state in queue:  # grows while it is walked: breadth first
-            for character, following in self._children[state].items():
-                queue.append(following)
-                fallback = self._fail[state]
-                while fallback and character not in self._children[fallback]:
-                    fallback = self._fail[fallback]
-                self._fail[following] = self._children[fallback].get(character, 0)
-                if self._found[following] is None:
-                    self._found[following] = self._found[self._fail[following]]
-        starts = "".join(re.escape(character) for character in self._children[0])
-        self._may_start = re.compile(f"[{starts}]" if starts else "(?!)").search
 
     @property
     def matched(self) -> str | None:
@@ -68,34 +86,32 @@ class StopMatcher:
         """
         if self._matched is not None:
             return "", self._matched
-        state = self._state
-        begin = 0
-        if not state:
-            start = self._may_start(text)
-            if start is None:
-                return text, None
-            begin = start.start()
-        children, fail, found = self._children, self._fail, self._found
-        for index in range(begin, len(text)):
-            character = text[index]
-            following = children[state].get(character)
-            while following is None and state:
-                state = fail[state]
-                following = children[state].get(character)
-            state = following or 0
-            stop = found[state]
-            if stop is not None:
-                self._matched = stop
-                whole = self._held + text[: index + 1]
-                self._held = ""
-                return (whole if self._include else whole[: len(whole) - len(stop)]), stop
-        self._state = state
-        text = self._held + text
-        length = self._depth[state]
-        self._held = text[len(text) - length :]
-        return text[: len(text) - length], None
+        return self._walk(text, counts=True)
+
+    def skip(self, text: str) -> str:
+        """Take text in which no stop string counts that is complete; return what may be shown now.
+
+        What may be the beginning of one is held all the same: it may become complete with the next `push`.
+        """
+        return self._walk(text, counts=False)[0]
+
+    def _walk(self, text: str, *, counts: bool) -> tuple[str, str | None]:
+        first, move, held = self._stops.first, self._stops.move, self._held
+        if not held and first.isdisjoint(text):
+            return text, None
+        whole = held + text
+        for index in range(len(held), len(whole)):
+            character = whole[index]
+            if not held and character not in first:
+                continue
+            held, found = move(held + character)
+            if found is not None and counts:
+                self._matched, self._held = found, ""
+                return whole[: index + 1 if self._include else index + 1 - len(found)], found
+        self._held = held
+        return whole[: len(whole) - len(held)], None
 
     def flush(self) -> str:
         """Return what is held: the text has ended without completing a stop string."""
-        held, self._held, self._state = self._held, "", 0
+        held, self._held = self._held, ""
         return held

@@ -10,7 +10,7 @@ import pytest
 
 import aiocb
 from aiocb.records import Record
-from aiocb.testing import assert_quiescent, settle
+from aiocb.testing import assert_quiescent, settle, submitted
 
 from .helpers import ENDLESS, running, solo, spin
 
@@ -105,6 +105,7 @@ async def test_each_as_it_finishes() -> None:
         iterator = setup.engine.as_completed([[index] for index in range(4)], params)
         reading = asyncio.create_task(_labels(iterator))
         await setup.gate.held()
+        await submitted(setup.engine)
         setup.gate.open()
         assert await reading == ["3", "1", "2", "0"]
 
@@ -165,7 +166,7 @@ async def test_leaving_as_completed(way: str) -> None:
                 await anext(iterator)
         elif way == "cancel":
             task = asyncio.create_task(_labels(setup.engine.as_completed(prompts, params)))
-            await spin(lambda: setup.runner.num_steps > 5)
+            await spin(lambda: setup.engine.stats().num_requests_running == 5)
             task.cancel()
             await asyncio.wait([task])
         else:

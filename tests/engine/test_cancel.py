@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 import aiocb
-from aiocb.testing import FakeRunner, assert_quiescent, fake_engine, settle
+from aiocb.testing import FakeRunner, assert_quiescent, fake_engine, settle, submitted
 
 from .helpers import ENDLESS, read_some, running, solo, spin
 
@@ -40,7 +40,7 @@ async def test_while_queued_no_prompt_token_is_spent() -> None:
         active = asyncio.create_task(setup.engine.generate([1, 2], max_new_tokens=5))
         await setup.gate.held()
         queued = asyncio.create_task(setup.engine.generate(LONG, max_new_tokens=5))
-        await asyncio.sleep(0)
+        await submitted(setup.engine)
         await setup.gate.step()
         await setup.gate.held()
         assert setup.engine.stats().num_requests_waiting == 1

@@ -12,7 +12,7 @@ import pytest
 import aiocb
 from aiocb.records import Record
 from aiocb.sampling_params import ModelDefaults
-from aiocb.testing import FakeRunner, Gate, assert_quiescent, fake_engine, settle
+from aiocb.testing import FakeRunner, Gate, assert_quiescent, fake_engine, settle, submitted
 from aiocb.testing.quiescent import worker_threads
 
 from .helpers import CHECKED, ENDLESS, read_some, running, solo, spin
@@ -270,6 +270,7 @@ async def test_one_request_that_fails_ends_alone() -> None:
         bad = asyncio.create_task(setup.engine.generate([13], max_new_tokens=20))
         samples = asyncio.create_task(setup.engine.generate([13], max_new_tokens=20, n=3))
         await setup.gate.held()
+        await submitted(setup.engine)
         setup.gate.open()
         for task in (bad, samples):
             with pytest.raises(aiocb.RequestFailed, match="this processor raises") as caught:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import aiocb
-from aiocb.testing import assert_quiescent, settle
+from aiocb.testing import assert_quiescent, settle, submitted
 
 from .helpers import ENDLESS, Setup, read_some, running, solo, spin
 
@@ -24,7 +24,7 @@ async def fill(setup: Setup, size: int) -> list[asyncio.Task[aiocb.Completion]]:
     tasks = [asyncio.create_task(setup.engine.generate([0], max_new_tokens=4))]
     await setup.gate.held()
     tasks += [asyncio.create_task(setup.engine.generate([index + 1], max_new_tokens=4)) for index in range(size)]
-    await asyncio.sleep(0)
+    await submitted(setup.engine)
     await setup.gate.step()
     await setup.gate.held()
     assert setup.engine.stats().num_requests_waiting == size
@@ -59,7 +59,7 @@ async def test_a_full_queue_is_waited_for_in_order() -> None:
 
         waiting = [asyncio.create_task(late(index)) for index in range(10, 30)]
         for _ in range(5):
-            await asyncio.sleep(0)
+            await submitted(setup.engine)
         assert setup.engine.stats().num_requests_waiting == 2, "the others wait outside"
         # Newcomers that do not wait do not overtake either.
         with pytest.raises(aiocb.QueueFull):
@@ -73,7 +73,7 @@ async def test_cancelled_while_waiting_for_room() -> None:
     async with running(config=bounded(1), is_open=False) as setup:
         tasks = await fill(setup, 1)
         waiting = [asyncio.create_task(setup.engine.generate([index], max_new_tokens=2)) for index in range(10, 20)]
-        await asyncio.sleep(0)
+        await submitted(setup.engine)
         for task in waiting[::2]:
             task.cancel()
         setup.gate.open()
@@ -99,7 +99,7 @@ async def test_closed_while_waiting_for_room() -> None:
         readers = [asyncio.create_task(read(streams[0])), asyncio.create_task(enter(streams[1]))]
         readers.append(asyncio.create_task(read(streams[2])))
         for _ in range(3):
-            await asyncio.sleep(0)
+            await submitted(setup.engine)
         streams[0].close()
         streams[1].close()
         thread = threading.Thread(target=streams[2].close)
@@ -142,7 +142,7 @@ async def test_room_that_another_loop_makes() -> None:
 
         async def other() -> aiocb.Completion:
             task = asyncio.create_task(setup.engine.generate([50], max_new_tokens=3))
-            await asyncio.sleep(0)
+            await submitted(setup.engine)
             waits.set()
             return await task
 
@@ -158,7 +158,7 @@ async def test_those_who_wait_for_room_hear_of_the_end() -> None:
     async with running(config=bounded(1), is_open=False) as setup:
         tasks = await fill(setup, 1)
         waiting = [asyncio.create_task(setup.engine.generate([index], **ENDLESS)) for index in range(3)]
-        await asyncio.sleep(0)
+        await submitted(setup.engine)
         setup.gate.open()
         await setup.engine.aclose()
         results = await asyncio.gather(*tasks, *waiting, return_exceptions=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiocb.text.detokenizer import StopMatcher
+from aiocb.text.stop_strings import StopMatcher
 
 relaxed = settings(max_examples=300, deadline=None)
 

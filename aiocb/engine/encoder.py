@@ -1,0 +1,161 @@
+"""One thread per engine life in which requests are prepared: parameters, templates, token ids, stop strings.
+
+```
+event loop                    │ encoder thread      │ event loop
+submit() ─► queue of jobs ────┼─► call() ─► _Outbox ┼─ call_soon_threadsafe ─► futures resolved, in order
+                              │   one after another │  one call for all that are ready
+```
+
+Neither a loop nor the step is held up by a long prompt, a slow template or twenty thousand stop strings, and requests
+reach the worker in the order in which they were made. A tokenizer in Rust works without the GIL; what is Python shares
+it. `submit` runs in a loop, `start` and `stop` in any thread; each method of `_Outbox` says where.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from aiocb.engine.bridge import Signal
+from aiocb.errors import EngineError
+
+__all__ = ["Encoder"]
+
+T = TypeVar("T")
+
+
+class _Job(NamedTuple):
+    call: Callable[[], Any]
+    future: asyncio.Future[Any]
+    outbox: _Outbox
+
+
+class Encoder:
+    """A daemon thread that does jobs in order of submission.
+
+    Attributes:
+        exited: set as the thread's last act.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._outboxes: dict[asyncio.AbstractEventLoop, _Outbox] = {}
+        self._make_error: Callable[[], Exception] | None = None
+        self._thread: threading.Thread | None = None
+        self.exited = Signal()
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            EngineError: the system has none to give.
+        """
+        thread = threading.Thread(target=self._run, name="aiocb encoder", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise EngineError(
+                f"no thread can be started ({error}): raise the limit of processes (ulimit -u)"
+            ) from error
+        self._thread = thread
+
+    def submit(self, call: Callable[[], T]) -> asyncio.Future[T | Exception]:
+        """Queue a job; return the future of its result, which belongs to the running loop.
+
+        An exception is a result, too: nobody has to look at a future that is left. Cancelling it is all that it takes
+        to leave: a job whose future is done is not begun.
+        """
+        loop = asyncio.get_running_loop()
+        outbox = self._outboxes.get(loop)
+        if outbox is None:
+            for closed in [other for other in tuple(self._outboxes) if other.is_closed()]:
+                self._outboxes.pop(closed, None)
+            outbox = self._outboxes[loop] = _Outbox(loop)
+        future: asyncio.Future[T | Exception] = loop.create_future()
+        outbox.is_called = False  # an interrupted loop may have lost the call; one too many is harmless
+        self._jobs.put(_Job(call, future, outbox))
+        if self._make_error is not None:  # looked at last: the thread may have ended before the job was queued
+            self._refuse(self._make_error)
+        return future
+
+    def stop(self, make_error: Callable[[], Exception]) -> None:
+        """End the thread after the job that it is at, and everything that waits with an error of its own."""
+        self._make_error = make_error
+        self._refuse(make_error)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self) -> None:
+        while self._make_error is None:
+            self._do_next()
+        self.exited.set()
+
+    def _do_next(self) -> None:
+        # A method of its own, so that an idle thread keeps nothing of the last request.
+        job = self._jobs.get()
+        if job is None or job.future.done() or job.outbox.loop.is_closed():
+            return
+        try:
+            result = job.call()
+        except Exception as error:
+            result = error
+        job.outbox.post(job.future, result)
+        time.sleep(0)  # lets the loop and the step in now, and not when the interpreter's 5 ms are over
+
+    def _refuse(self, make_error: Callable[[], Exception]) -> None:
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job.outbox.post(job.future, make_error())
+        self._jobs.put(None)  # the thread wakes and sees that it is over
+
+
+class _Outbox:
+    """Results on their way to one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.is_called = False  # a call of `_arrived` is under way
+        self._results: deque[tuple[asyncio.Future[Any], Any]] = deque()
+        self._context = contextvars.Context()
+
+    def post(self, future: asyncio.Future[Any], result: Any) -> None:
+        """Hand over a result, from any thread."""
+        self._results.append((future, result))
+        if self.is_called:
+            return
+        self.is_called = True
+        try:
+            self.loop.call_soon_threadsafe(self._arrived, context=self._context)
+        except RuntimeError:
+            self._results.clear()  # the loop is closed: nobody waits in it
+
+    def _arrived(self) -> None:
+        """Resolve everything that is there (in the loop)."""
+        self.is_called = False  # before looking: what is posted from here on makes a call of its own
+        results = self._results
+        try:
+            while results:
+                future, result = results.popleft()
+                if not future.done():  # cancelled or withdrawn
+                    future.set_result(result)
+        finally:
+            if results:  # interrupted
+                self.loop.call_soon(self._arrived, context=self._context)

@@ -1,0 +1,293 @@
+"""Chat messages to text: what the template wants, what it would drop, and what users may not spell in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from aiocb.errors import InvalidRequest, explain, show_value
+
+__all__ = ["ChatTemplate", "SpecialTexts"]
+
+_BREAKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Noncharacters, which Unicode keeps for a program's own use; one of them breaks special tokens apart."""
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+_MEDIA_FIELDS = ("image", "images", "image_url", "audio", "audios", "input_audio", "video", "videos", "file", "files")
+_NO_CONTENT = frozenset({"role", "name", "tool_call_id"})
+_NOT_FOR_TEMPLATES = frozenset(
+    {
+        "conversation",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+_PROBE = "Xq7"
+_PRINTED_PART = re.compile(rf"""['"]text['"]:\s*['"]{_PROBE}""")
+_MAX_KNOWN_TEMPLATES = 8
+
+
+class SpecialTexts:
+    """Finds what spells a special token in texts of users, and breaks it apart.
+
+    Args:
+        texts: of the special tokens. One of a single character cannot be told from text and is left alone.
+        normalize: what the tokenizer does to a text before it looks for the special tokens in `normalized`.
+        normalized: those that are looked for in the normalized text.
+    """
+
+    def __init__(
+        self, texts: Iterable[str], normalize: Callable[[str], str] | None = None, normalized: Iterable[str] = ()
+    ) -> None:
+        # Not one regular expression: alternatives are tried one by one, and a vocabulary may have thousands.
+        self._texts = frozenset(text for text in texts if len(text) > 1)
+        self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
+        first = "".join(re.escape(character) for character in {text[0] for text in self._texts})
+        self._first = re.compile(f"[{first}]" if first else "(?!)")
+        self._normalize = normalize
+        self._normalized = [text for text in normalized if len(text) > 1]
+
+    def are_in(self, value: Any) -> bool:
+        """Whether any text of a copied structure spells a special token."""
+        return any(self._is_in(text) for text in _texts_of(value))
+
+    def split(self, text: str) -> list[str]:
+        """Cut a text within everything that spells a special token, so that no part does."""
+        parts, start = [], 0
+        while (found := self._find(text, start)) is not None:
+            parts.append(text[start : found[0] + 1])
+            start = found[0] + 1  # within it: special tokens may overlap
+        parts.append(text[start:])
+        # What only the normalized text shows can be anywhere.
+        return list(text) if any(self._is_in(part) for part in parts) else parts
+
+    def broken(self, value: Any, mark: str) -> Any:
+        """Copy a structure with `mark` wherever `split` cuts its texts and keys."""
+        if isinstance(value, str):
+            return mark.join(self.split(value))
+        if isinstance(value, Mapping):
+            return {self.broken(key, mark): self.broken(each, mark) for key, each in value.items()}
+        return [self.broken(each, mark) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def replace(self, text: str, replace: Callable[[str], str]) -> str:
+        """Replace every special token in a text; of several that begin together, the longest."""
+        parts, start = [], 0
+        while (found := self._find(text, start)) is not None:
+            place, special = found
+            parts += [text[start:place], replace(special)]
+            start = place + len(special)
+        return "".join([*parts, text[start:]])
+
+    def _is_in(self, text: str) -> bool:
+        if self._find(text, 0) is not None:
+            return True
+        if not self._normalized or self._normalize is None:
+            return False
+        text = self._normalize(text)
+        return any(special in text for special in self._normalized)
+
+    def _find(self, text: str, start: int) -> tuple[int, str] | None:
+        texts, lengths = self._texts, self._lengths
+        for candidate in self._first.finditer(text, start):
+            place = candidate.start()
+            for length in lengths:
+                if (special := text[place : place + length]) in texts:
+                    return place, special
+        return None
+
+
+class _Wants(NamedTuple):
+    """What a template renders: a content that is a text, or one that is a list of parts."""
+
+    text: bool
+    parts: bool
+
+
+class ChatTemplate:
+    """A tokenizer's chat template as an engine uses it; every refusal is an `InvalidRequest`.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        specials: its special tokens.
+    """
+
+    def __init__(self, tokenizer: Any, specials: SpecialTexts) -> None:
+        self._tokenizer = tokenizer
+        self._specials = specials
+        self._wants: dict[tuple[Any, bool], _Wants] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        arguments: Mapping[str, Any] | None,
+        *,
+        parses_specials: bool,
+    ) -> list[str]:
+        """Render messages, ready for the assistant's answer.
+
+        Args:
+            messages: as `take_prompt` returns them.
+            tools: JSON schemas or documented functions, as `apply_chat_template` takes them.
+            arguments: further ones of the template; also `chat_template`, `add_generation_prompt` and
+                `continue_final_message` (which replaces the former).
+            parses_specials: what messages, tools and documents spell may become special tokens.
+
+        Returns:
+            The text in parts. More than one where it spells special tokens that have to stay text: each is cut in two,
+            so that no part holds one that is not the template's own.
+
+        Raises:
+            InvalidRequest: no template, a message without content, a part that the template leaves out, arguments
+                that are no template's, or the template refused.
+        """
+        given = self._arguments(arguments)
+        if self._tokenizer.chat_template is None and given.get("chat_template") is None:
+            raise InvalidRequest(
+                "this model's tokenizer has no chat template (a base model?): give the prompt as text, or a template "
+                "with chat_template_kwargs={'chat_template': ...}"
+            )
+        tools = None if tools is None else list(tools) or None
+        prepared = self._prepare(messages, tools, given)
+        theirs = [prepared, tools, given.get("documents")]
+        if parses_specials or not self._specials.are_in(theirs):
+            return [self._render(prepared, tools, given)]
+        mark = next((mark for mark in _BREAKS if not any(mark in text for text in _texts_of(theirs))), None)
+        if mark is None:
+            raise InvalidRequest("the messages spell special tokens and hold every noncharacter; remove one of them")
+        prepared, tools, documents = self._specials.broken(theirs, mark)
+        if documents is not None:
+            given["documents"] = documents
+        return self._render(prepared, tools, given).split(mark)
+
+    def _arguments(self, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+        given = dict(arguments or {})
+        wrong = sorted(_NOT_FOR_TEMPLATES & given.keys())
+        if wrong:
+            raise InvalidRequest(f"chat_template_kwargs must not hold {', '.join(wrong)}: the template does not see it")
+        given.setdefault("add_generation_prompt", not given.get("continue_final_message", False))
+        return given
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Any, arguments: Mapping[str, Any]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, **arguments)
+        except Exception as error:  # a template is a program of its own and raises what it likes
+            raise InvalidRequest(f"the chat template refused these messages: {explain(error)}") from error
+        return str(text)
+
+    # ── contents ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, arguments: Mapping[str, Any]
+    ) -> list[Mapping[str, Any]]:
+        """The messages with contents of the form that the template wants; nothing of them is dropped."""
+        wants = self._what_it_wants(tools, arguments)
+        prepared: list[Mapping[str, Any]] = []
+        suspects: dict[str, None] = {}
+        for number, message in enumerate(messages):
+            where = f"message {number} ({show_value(message['role'])})"
+            if message.keys() <= _NO_CONTENT:
+                raise InvalidRequest(f"{where} has no content; give it one, an empty text if need be")
+            suspects.update(dict.fromkeys(name for name in _MEDIA_FIELDS if message.get(name)))
+            if "content" not in message:
+                prepared.append(message)
+                continue
+            content, media = _content(message["content"], wants, where)
+            suspects.update(dict.fromkeys(media))
+            prepared.append({**message, "content": content})
+        if suspects:
+            everything = self._render(prepared, tools, arguments)
+            for kind in suspects:
+                if self._render([_without(message, kind) for message in prepared], tools, arguments) == everything:
+                    raise InvalidRequest(
+                        f"the chat template of this model leaves out content of type {kind!r}: remove it, or say in "
+                        "text what it shows"
+                    )
+        return prepared
+
+    def _what_it_wants(self, tools: Any, arguments: Mapping[str, Any]) -> _Wants:
+        template = arguments.get("chat_template")
+        key = (template if isinstance(template, str) else None, tools is not None)
+        wants = self._wants.get(key)
+        if wants is None:
+            quiet = {**arguments, "add_generation_prompt": False, "continue_final_message": False}
+
+            def render(content: Any) -> str:
+                try:
+                    return self._render([{"role": "user", "content": content}], None, quiet)
+                except InvalidRequest:
+                    return ""
+
+            parts = render([{"type": "text", "text": _PROBE}])
+            wants = _Wants(_PROBE in render(_PROBE), _PROBE in parts and not _PRINTED_PART.search(parts))
+            if not any(wants):  # it does not take a single message of a user: nothing is known
+                wants = _Wants(text=True, parts=False)
+            if len(self._wants) >= _MAX_KNOWN_TEMPLATES:
+                self._wants.clear()
+            self._wants[key] = wants
+        return wants
+
+
+def _content(content: Any, wants: _Wants, where: str) -> tuple[Any, list[str]]:
+    """A message's content as the template wants it, and the types of its parts that are not text."""
+    if isinstance(content, str):
+        return (content if wants.text else [{"type": "text", "text": content}]), []
+    parts = [content] if isinstance(content, Mapping) else content
+    if not isinstance(parts, list) or not parts:
+        raise InvalidRequest(f"the content of {where} must be a text or a list of parts, not {show_value(content)}")
+    prepared: list[Any] = []
+    media: list[str] = []
+    for part in parts:
+        text = part if isinstance(part, str) else None
+        if isinstance(part, Mapping):
+            kind = part.get("type", "text")
+            if not isinstance(kind, str) or (kind in _TEXT_TYPES and not isinstance(part.get("text"), str)):
+                raise InvalidRequest(
+                    f"the content of {where} holds a part without a 'type' and what belongs to it: {show_value(part)}"
+                )
+            if kind not in _TEXT_TYPES:
+                media.append(kind)
+                prepared.append(part)
+                continue
+            text = part["text"]
+        if text is None:
+            raise InvalidRequest(f"the content of {where} must hold parts with a 'type', not {show_value(part)}")
+        prepared.append({"type": "text", "text": text})
+    if wants.parts:
+        return prepared, media
+    if media:
+        raise InvalidRequest(
+            f"the content of {where} has a part of type {media[0]!r}, but the chat template of this model takes text "
+            "only: remove it, or say in text what it shows"
+        )
+    return "".join([part["text"] for part in prepared]), []
+
+
+def _without(message: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """A message without the parts or the field of a kind."""
+    kept = {key: value for key, value in message.items() if key != kind}
+    content = kept.get("content")
+    if isinstance(content, list):
+        kept["content"] = [part for part in content if part.get("type") != kind]
+    return kept
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+    """All texts in a copied structure, keys of mappings included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts_of(key)
+            yield from _texts_of(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts_of(each)
