@@ -385,34 +385,50 @@ def test_global_hooks_are_honoured() -> None:
         handle.remove()
 
 
-class TestRefusals:
-    def test_what_cannot_be_copied(self) -> None:
-        class Slotted:
-            __slots__ = ("module",)
+class Slotted:
+    __slots__ = ("module",)
 
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+
+class Resource:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __del__(self) -> None:
+        pass
+
+
+class TestWhatCannotBeCopied:
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (Slotted, "Slotted"),
+            (Resource, "Resource"),
+            (lambda module: functools.lru_cache(lambda: module), "lru_cache"),
+            (lambda module: (module for _ in range(1)), "generator"),
+        ],
+    )
+    def test_is_refused_in_a_patch_and_left_out_elsewhere(self, make: Any, reason: str) -> None:
         model: Any = tiny("llama")
-        holder = Slotted()
-        holder.module = layer(model)  # type: ignore[attr-defined]
-        layer(model).mlp.holder = holder
-        with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.holder.*Slotted"):
-            build(model)
-        del layer(model).mlp.holder
-        cached = functools.lru_cache(lambda: layer(model))
-        layer(model).mlp.cached = cached
-        with pytest.raises(ConfigError, match="lru_cache"):
+        mlp = layer(model).mlp
+        wanted = expected(model, 9)
+        mlp.holder = holder = make(mlp)
+        model.manager = {"holders": [holder]}
+        assert run(build(model), 9) == wanted
+        mlp.forward = lambda x: (holder, type(mlp).forward(mlp, x))[1]
+        with pytest.raises(ConfigError, match=rf"layers\.1\.mlp\.forward is patched .*{reason}"):
             build(model)
 
-    def test_what_frees_something(self) -> None:
-        class Resource:
-            def __init__(self, module: Any) -> None:
-                self.module = module
-
-            def __del__(self) -> None:
-                pass
-
+    def test_is_missed_at_load(self) -> None:
         model: Any = tiny("llama")
-        layer(model).mlp.resource = Resource(model)
-        with pytest.raises(ConfigError, match="Resource"):
+        mlp = layer(model).mlp
+        kind = type(mlp)
+        mlp.__class__ = type("Mine", (kind,), {"forward": lambda self, x: kind.forward(self.holder.module, x)})
+        mlp.holder = Slotted(mlp)
+        assert len(expected(model, 9)[0]) == NUM_NEW
+        with pytest.raises(ConfigError, match="no attribute 'holder'"):
             build(model)
 
     def test_a_function_that_assigns_global_names(self) -> None:
@@ -422,6 +438,14 @@ class TestRefusals:
         layer(model).mlp.forward = names["patched"]
         with pytest.raises(ConfigError, match="assigns global names"):
             build(model)
+
+    def test_an_engine_that_the_model_leads_to(self) -> None:
+        model: Any = tiny("llama")
+        model.first = build(model)
+        second = build(model, native=False)
+        assert run(second) == run(model.first) == expected(model)
+        second.close()
+        assert run(model.first) == expected(model)
 
 
 class TestBesideTheOwner:

@@ -9,8 +9,9 @@ seen live (the dictionary of parameters, so also weights that are assigned anew;
 what the engine or a forward pass changes is the twin's own (children, buffers, training mode, attributes, hooks that
 the engine adds). Configurations are copied. Attributes that lead to a module or to a configuration in any other way
 (lists, bound methods, partial functions, closures, objects: a forward that somebody patched) are copied as far as they
-do, so that a twin never calls into the owner's tree; what cannot be copied is refused. A hook gets the twin. Modules,
-attributes of modules, buffers and configurations are what they were when the view was made; a new view sees new ones.
+do, so that a twin never calls into the owner's tree. Where that is impossible, a patched forward is refused, and any
+other attribute left out: a forward pass that asks for it fails at load. A hook gets the twin. Modules, attributes of
+modules, buffers and configurations are what they were when the view was made; a new view sees new ones.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import copy
 import dis
 import functools
 import gc
+import inspect
 import logging
 import sys
 import weakref
@@ -70,7 +72,7 @@ class View:
         model: the twin of the model, in eval mode.
 
     Raises:
-        ConfigError: something in the model leads to its modules in a way that cannot be copied.
+        ConfigError: a patched forward leads to the model's modules in a way that cannot be copied.
     """
 
     def __init__(self, model: nn.Module, attention: str | None = None) -> None:
@@ -145,7 +147,6 @@ class _Copier:
         self.copies: dict[int, Any] = {}
         self._held: list[Any] = []  # no id may be used again
         self._leads: dict[int, bool] = {}
-        self._place = ""
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
 
     def twin_of(self, module: Any) -> Any:
@@ -159,8 +160,20 @@ class _Copier:
         twin: nn.Module = self._remember(module, object.__new__(type(module)))
         name = self._names.get(id(module), type(module).__name__)
         for key, value in list(module.__dict__.items()):
-            self._place = f"{name}.{key}"
-            twin.__dict__[key] = self._attribute(key, value)
+            mark = len(self._held)
+            try:
+                twin.__dict__[key] = self._attribute(key, value)
+            except ConfigError:
+                raise
+            except Exception as error:  # of classes that nobody here knows
+                if inspect.isfunction(getattr(type(module), key, None)):
+                    raise ConfigError(
+                        f"{name}.{key} is patched with something that leads to the model's modules through {error}; an "
+                        "engine cannot copy that to run the model beside its owner"
+                    ) from error
+                for original in self._held[mark:]:
+                    if not isinstance(original, nn.Module):
+                        self.copies.pop(id(original), None)
         twin.__dict__ |= {"training": False, "_compiled_call_impl": None}
         return twin
 
@@ -237,21 +250,15 @@ class _Copier:
         replaced: dict[str, Any] = {}
         try:
             made = self._remember(value, _live(value, replaced))
-        except TypeError as error:
-            raise ConfigError(
-                f"{self._place} leads to the model's modules through a {kind.__module__}.{kind.__qualname__}, which "
-                "an engine cannot copy to run the model beside its owner; take it away before the engine is entered"
-            ) from error
+        except Exception as error:
+            raise TypeError(f"a {kind.__module__}.{kind.__qualname__}") from error
         replaced |= {name: self.copied(item) for name, item in vars(value).items() if self._leads_to_model(item)}
         return made
 
     def _copied_function(self, function: FunctionType) -> Any:
         names = [(name, value) for name, value in _named_globals(function) if self._leads_to_model(value)]
         if names and _assigns_globals(function.__code__):
-            raise ConfigError(
-                f"{self._place} is a function that assigns global names and names the model by one; an engine cannot "
-                "copy it to run the model beside its owner"
-            )
+            raise TypeError(f"the function {function.__name__}, which assigns global names")
         namespace = _Globals(function.__globals__) if names else function.__globals__
         cells = function.__closure__ or ()
         own_cells = tuple(CellType() if self._cell_leads(cell) else cell for cell in cells)
