@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["AttentionBackend", "Capabilities", "GroupTables", "LayerSpec", "StepBatch"]
+__all__ = ["Attention", "AttentionBackend", "Capabilities", "GroupTables", "LayerSpec", "StepBatch"]
 
 
 class LayerSpec(NamedTuple):
@@ -149,6 +149,25 @@ class StepBatch:
         return len(self.computed)
 
 
+class Attention(NamedTuple):
+    """What one layer attends with in a step.
+
+    Attributes:
+        spec: of the layer.
+        query: [T, H, Dk]
+        key, value: as given to `write`: [T, K, Dk], [T, K, Dv]; or gathered: [K, sum of L, Dk], [K, sum of L, Dv].
+        sinks: [H] or None.
+        bias: added to the scores of each row's own keys, where they are gathered. [H, T, sum of L] or None.
+    """
+
+    spec: LayerSpec
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+
+
 class AttentionBackend(Protocol):
     """Writes keys and values into pages and attends to them.
 
@@ -179,19 +198,8 @@ class AttentionBackend(Protocol):
     def gather(self, storage: Any, metadata: Any) -> tuple[Tensor, Tensor]:
         """Return the visible keys and values of all rows, concatenated: [K, sum of L, Dk], [K, sum of L, Dv]."""
 
-    def attend(
-        self,
-        spec: LayerSpec,
-        storage: Any,
-        metadata: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend after `write`. query [T, H, Dk], key and value as given to `write`, sinks [H] -> [T, H, Dv]."""
+    def attend(self, attention: Attention, storage: Any, metadata: Any) -> Tensor:
+        """Attend after `write`: [T, H, Dv]."""
 
-    def attend_gathered(
-        self, spec: LayerSpec, metadata: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
-        """Attend over gathered keys. query [T, H, D], key [K, sum of L, D], value [K, sum of L, Dv] -> [T, H, Dv]."""
+    def attend_gathered(self, attention: Attention, metadata: Any) -> Tensor:
+        """Attend over gathered keys: [T, H, Dv]."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import Capabilities, LayerSpec, StepBatch
+from aiocb.attention.base import Attention, Capabilities, LayerSpec, StepBatch
 from aiocb.kernels import KernelUnavailable, load
 from aiocb.kernels.generic import GenericKernels, PagedCall
 from aiocb.kernels.library import FORMATS
@@ -132,18 +132,10 @@ class CpuBackend:
         """Refuse: layers that need gathered keys are refused at start."""
         raise NotImplementedError("attention 'cpu' reads keys in place")
 
-    def attend(
-        self,
-        spec: LayerSpec,
-        storage: Tensor,
-        metadata: CpuMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend after `write`. query [T, H, D], sinks [H] -> [T, H, D]."""
-        query, call = _rows(query), metadata.call
+    def attend(self, attention: Attention, storage: Tensor, metadata: CpuMetadata) -> Tensor:
+        """Attend after `write`: [T, H, D]."""
+        spec, sinks = attention.spec, attention.sinks
+        query, call = _rows(attention.query), metadata.call
         out = torch.empty(query.shape, dtype=query.dtype)
         scores = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
         _set_pages(call, storage)
@@ -154,9 +146,7 @@ class CpuBackend:
         self.kernels.attend(call)
         return out
 
-    def attend_gathered(
-        self, spec: LayerSpec, metadata: CpuMetadata, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def attend_gathered(self, attention: Attention, metadata: CpuMetadata) -> Tensor:
         """Refuse: layers that need gathered keys are refused at start."""
         raise NotImplementedError("attention 'cpu' reads keys in place")
 

@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import Capabilities, LayerSpec, StepBatch
+from aiocb.attention.base import Attention, Capabilities, LayerSpec, StepBatch
 
 __all__ = [
     "PagedStorage",
     "Row",
+    "RowKeys",
     "RowsMetadata",
     "TorchBackend",
     "additive",
@@ -64,6 +65,21 @@ class Row(NamedTuple):
     pages: Tensor
     first_block: int | None
     is_fresh: bool
+
+
+class RowKeys(NamedTuple):
+    """Keys that some queries of a row see.
+
+    Attributes:
+        key, value: [K, l, Dk] and [K, l, Dv]
+        first: absolute position of the first.
+        bias: added to the scores. [H, n, l] or None
+    """
+
+    key: Tensor
+    value: Tensor
+    first: int
+    bias: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -193,116 +209,79 @@ class TorchBackend:
 
     def gather(self, storage: PagedStorage, metadata: RowsMetadata) -> tuple[Tensor, Tensor]:
         """Return the visible keys and values of all rows, concatenated: [K, sum of L, Dk], [K, sum of L, Dv]."""
-        pairs = [self._row_keys(storage, row) for row in metadata.all_rows()]
-        return torch.cat([key for key, _ in pairs], 1), torch.cat([value for _, value in pairs], 1)
+        rows = [self._row_keys(storage, row) for row in metadata.all_rows()]
+        return torch.cat([row.key for row in rows], 1), torch.cat([row.value for row in rows], 1)
 
-    def attend(
-        self,
-        spec: LayerSpec,
-        storage: PagedStorage,
-        metadata: RowsMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend after `write`, one row after the other. query [T, H, Dk] -> [T, H, Dv]."""
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
-        self._attend_rows(spec, storage, metadata, query, key, value, sinks, out)
+    def attend(self, attention: Attention, storage: PagedStorage, metadata: RowsMetadata) -> Tensor:
+        """Attend after `write`, one row after the other: [T, H, Dv]."""
+        out = _empty_like_values(attention)
+        self._attend_rows(attention, storage, metadata, out)
         return out
 
-    def attend_gathered(
-        self, spec: LayerSpec, metadata: RowsMetadata, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
-        """Attend over gathered keys. query [T, H, D], key [K, sum of L, D], value [K, sum of L, Dv] -> [T, H, Dv]."""
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
-        offset = 0
+    def attend_gathered(self, attention: Attention, metadata: RowsMetadata) -> Tensor:
+        """Attend over gathered keys, one row after the other: [T, H, Dv]."""
+        out, offset = _empty_like_values(attention), 0
         for row in metadata.all_rows():
-            count = row.length - row.key_start
-            part = slice(offset, offset + count)
-            self._attend_row(spec, metadata, row, query, key[:, part], value[:, part], row.key_start, sinks, out)
-            offset += count
+            own = slice(offset, offset + row.length - row.key_start)
+            bias = None if attention.bias is None else attention.bias[:, row.start : row.stop, own]
+            keys = RowKeys(attention.key[:, own], attention.value[:, own], row.key_start, bias)
+            self._attend_row(attention, metadata, row, keys, out)
+            offset = own.stop
         return out
 
-    def _row_keys(self, storage: PagedStorage, row: Row) -> tuple[Tensor, Tensor]:
-        """Gather one row's visible keys and values: [K, L, Dk], [K, L, Dv]."""
+    def _row_keys(self, storage: PagedStorage, row: Row) -> RowKeys:
+        """Gather one row's visible keys and values."""
         count = row.length - row.key_start
         if row.first_block is not None:
             blocks = slice(row.first_block, row.first_block + len(row.pages))
-            return storage.key[:, blocks].flatten(1, 2)[:, :count], storage.value[:, blocks].flatten(1, 2)[:, :count]
-        key = storage.key.index_select(1, row.pages).flatten(1, 2)[:, :count]
-        value = storage.value.index_select(1, row.pages).flatten(1, 2)[:, :count]
-        return key, value
+            key, value = storage.key[:, blocks], storage.value[:, blocks]
+        else:
+            key, value = storage.key.index_select(1, row.pages), storage.value.index_select(1, row.pages)
+        # What lies behind the last key is of whoever had the page before.
+        return RowKeys(key.flatten(1, 2)[:, :count], value.flatten(1, 2)[:, :count], row.key_start)
 
-    def _attend_rows(
-        self,
-        spec: LayerSpec,
-        storage: PagedStorage,
-        metadata: RowsMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def _attend_rows(self, attention: Attention, storage: PagedStorage, metadata: RowsMetadata, out: Tensor) -> None:
         """Fill the rows' parts of `out`, one row after the other."""
         for row in metadata.rows:
             if row.is_fresh:
                 own = slice(row.start, row.stop)
-                k, v, first_key = key[own].transpose(0, 1), value[own].transpose(0, 1), 0
+                keys = RowKeys(attention.key[own].transpose(0, 1), attention.value[own].transpose(0, 1), 0)
             else:
-                (k, v), first_key = self._row_keys(storage, row), row.key_start
-            self._attend_row(spec, metadata, row, query, k, v, first_key, sinks, out)
+                keys = self._row_keys(storage, row)
+            self._attend_row(attention, metadata, row, keys, out)
 
-    def _attend_row(
-        self,
-        spec: LayerSpec,
-        metadata: RowsMetadata,
-        row: Row,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first_key: int,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Attend with one row's queries to its keys [K, L, D] and fill its part of `out`, in parts if it is long."""
-        num_queries, num_keys = row.stop - row.start, key.shape[1]
-        step = max(1, min(num_queries, MAX_SCORES // max(num_keys, 1)))
+    def _attend_row(self, attention: Attention, metadata: RowsMetadata, row: Row, keys: RowKeys, out: Tensor) -> None:
+        """Attend with one row's queries to its keys and fill its part of `out`, in parts if it is long."""
+        num_queries = row.stop - row.start
+        step = max(1, min(num_queries, MAX_SCORES // max(keys.key.shape[1], 1)))
         for begin in range(0, num_queries, step):
             end = min(begin + step, num_queries)
-            position = row.first_query + begin
-            low = first_key
-            if metadata.window is not None:
-                low = max(low, position - metadata.window + 1)
-            high = row.first_query + end
-            keys = slice(low - first_key, high - first_key)
-            part = slice(row.start + begin, row.start + end)
-            self._attend_part(
-                spec, metadata, query[part], key[:, keys], value[:, keys], position, low, sinks, out[part]
-            )
+            first = row.first_query + begin
+            low = keys.first if metadata.window is None else max(keys.first, first - metadata.window + 1)
+            seen = slice(low - keys.first, row.first_query + end - keys.first)
+            bias = None if keys.bias is None else keys.bias[:, begin:end, seen]
+            part = RowKeys(keys.key[:, seen], keys.value[:, seen], low, bias)
+            queries = slice(row.start + begin, row.start + end)
+            out[queries] = self._attend_part(attention, metadata, attention.query[queries], first, part)
 
     def _attend_part(
-        self,
-        spec: LayerSpec,
-        metadata: RowsMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first_query: int,
-        first_key: int,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        """Fill out [n, H, Dv] from query [n, H, D], key [K, l, D], value [K, l, Dv].
+        self, attention: Attention, metadata: RowsMetadata, query: Tensor, first: int, keys: RowKeys
+    ) -> Tensor:
+        """Attend with some queries of a row [n, H, Dk], the first at this position: [n, H, Dv].
 
         The keys end at the last query, and begin no earlier than the first query sees.
         """
-        num_queries = query.shape[0]
-        q = group_heads(query, key.shape[0])
-        mask = metadata.mask(num_queries, first_query, key.shape[1], first_key) if num_queries > 1 else None
-        attended = explicit_attention(spec, q, key, value, mask, sinks)
-        out.copy_(attended.flatten(0, 1).transpose(0, 1))
+        q = group_heads(query, keys.key.shape[0])
+        mask = metadata.mask(len(query), first, keys.key.shape[1], keys.first) if len(query) > 1 else None
+        if keys.bias is not None:
+            bias = keys.bias.reshape(*q.shape[:3], -1)
+            mask = bias if mask is None else bias + mask
+        attended = explicit_attention(attention.spec, q, keys.key, keys.value, mask, attention.sinks)
+        return attended.flatten(0, 1).transpose(0, 1)
+
+
+def _empty_like_values(attention: Attention) -> Tensor:
+    return attention.query.new_empty(*attention.query.shape[:2], attention.value.shape[-1])
 
 
 def group_heads(query: Tensor, num_kv_heads: int) -> Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from aiocb.attention.base import LayerSpec
-from aiocb.attention.paged import RowsMetadata, TorchBackend, additive, causal_mask, explicit_attention, group_heads
+from aiocb.attention.base import Attention
+from aiocb.attention.paged import RowKeys, RowsMetadata, TorchBackend, additive, causal_mask
 
 __all__ = ["ReferenceBackend"]
 
@@ -16,20 +17,12 @@ class ReferenceBackend(TorchBackend):
     name = "reference"
 
     def _attend_part(
-        self,
-        spec: LayerSpec,
-        metadata: RowsMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first_query: int,
-        first_key: int,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        q = group_heads(query.float(), key.shape[0])
-        visible = causal_mask(first_query, query.shape[0], first_key, key.shape[1], metadata.window, query.device)
-        mask = additive(visible, q.dtype)
-        own_sinks = None if sinks is None else sinks.float()
-        attended = explicit_attention(spec, q, key.float(), value.float(), mask, own_sinks)
-        out.copy_(attended.flatten(0, 1).transpose(0, 1))
+        self, attention: Attention, metadata: RowsMetadata, query: Tensor, first: int, keys: RowKeys
+    ) -> Tensor:
+        sinks = None if attention.sinks is None else attention.sinks.float()
+        visible = causal_mask(first, len(query), keys.first, keys.key.shape[1], metadata.window, query.device)
+        bias = additive(visible, torch.float32)  # also for a single query: nothing is taken for granted here
+        if keys.bias is not None:
+            bias = bias + keys.bias
+        whole = RowKeys(keys.key.float(), keys.value.float(), keys.first, bias.expand(query.shape[1], -1, -1))
+        return super()._attend_part(attention._replace(sinks=sinks), metadata, query.float(), first, whole)

@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aiocb.attention.base import LayerSpec, StepBatch
+from aiocb.attention.base import Attention, StepBatch
 from aiocb.attention.paged import (
     PagedStorage,
+    RowKeys,
     RowsMetadata,
     TorchBackend,
     additive,
@@ -43,6 +44,8 @@ class Bucket:
         rows: their packed tokens, None for "all tokens of the step". [N] int64
         pages: block of each row and page, padded with the null block. [N, P] int64
         mask: additive, None when there is nothing to hide. [N, 1, 1, 1, L]
+        stale: row and slot of what lies behind a row's last key in its last page: of whoever had the page before.
+            [n], [n]
         only: for a single row: its first block when its blocks follow each other, and the range of its keys.
     """
 
@@ -50,8 +53,10 @@ class Bucket:
     rows: Tensor | None
     pages: Tensor
     mask: Tensor | None
+    stale: tuple[Tensor, Tensor]
     only: tuple[int | None, int, int] | None
     _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _stale: dict[int, Tensor] = field(default_factory=dict)
 
     def index(self, num_kv_heads: int, num_blocks: int) -> Tensor:
         """Return which pages to take from storage flattened to [K * B, S * D]: [N * K * P]."""
@@ -60,6 +65,18 @@ class Bucket:
             index = head_index(self.pages, num_kv_heads, num_blocks).flatten()
             self._indices[num_kv_heads, num_blocks] = index
         return index
+
+    def clean(self, taken: Tensor) -> None:
+        """Zero the stale slots of gathered pages [N, K, L, D]: hidden by the mask, but 0 times NaN is NaN."""
+        rows, slots = self.stale
+        if not len(rows):
+            return
+        num_kv_heads, length, head_dim = taken.shape[1:]
+        index = self._stale.get(num_kv_heads)
+        if index is None:
+            first = rows * num_kv_heads * length + slots
+            index = self._stale[num_kv_heads] = head_index(first, num_kv_heads, length).flatten()
+        taken.view(-1, head_dim).index_fill_(0, index, 0.0)
 
 
 @dataclass(slots=True)
@@ -82,26 +99,17 @@ class SdpaBackend(TorchBackend):
         rows = make_rows(batch, group, batch.num_decodes) if batch.num_decodes < batch.num_rows else []
         return SdpaMetadata(batch, group, batch.groups[group].window, rows, buckets=_buckets(batch, group))
 
-    def attend(
-        self,
-        spec: LayerSpec,
-        storage: PagedStorage,
-        metadata: RowsMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Attend after `write`. query [T, H, Dk], key and value as given to `write`, sinks [H] -> [T, H, Dv]."""
+    def attend(self, attention: Attention, storage: PagedStorage, metadata: RowsMetadata) -> Tensor:
+        """Attend after `write`: [T, H, Dv]."""
         assert isinstance(metadata, SdpaMetadata)
         if len(metadata.buckets) == 1 and metadata.buckets[0].rows is None:
-            return self._attend_bucket(spec, storage, metadata.buckets[0], query, sinks)
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
+            return self._attend_bucket(attention, storage, metadata.buckets[0], attention.query)
+        out = attention.query.new_empty(*attention.query.shape[:2], attention.value.shape[-1])
         for bucket in metadata.buckets:
             assert bucket.rows is not None
-            attended = self._attend_bucket(spec, storage, bucket, query.index_select(0, bucket.rows), sinks)
-            out.index_copy_(0, bucket.rows, attended)
-        self._attend_rows(spec, storage, metadata, query, key, value, sinks, out)
+            query = attention.query.index_select(0, bucket.rows)
+            out.index_copy_(0, bucket.rows, self._attend_bucket(attention, storage, bucket, query))
+        self._attend_rows(attention, storage, metadata, out)
         return out
 
     def _take(self, name: str, pages: Tensor, bucket: Bucket) -> Tensor:
@@ -122,49 +130,41 @@ class SdpaBackend(TorchBackend):
         taken = buffer[: len(index) * row].view(len(index), row)
         torch.index_select(pages.view(-1, row), 0, index, out=taken)
         keys = taken.view(bucket.size, num_kv_heads, -1, head_dim)
-        return keys if bucket.only is None else keys[:, :, bucket.only[1] : bucket.only[2]]
+        if bucket.only is not None:
+            return keys[:, :, bucket.only[1] : bucket.only[2]]
+        bucket.clean(keys)
+        return keys
 
-    def _attend_bucket(
-        self, spec: LayerSpec, storage: PagedStorage, bucket: Bucket, query: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def _attend_bucket(self, attention: Attention, storage: PagedStorage, bucket: Bucket, query: Tensor) -> Tensor:
         """Attend with one query per row. query [N, H, Dk] -> [N, H, Dv]."""
         k, v = self._take("key", storage.key, bucket), self._take("value", storage.value, bucket)  # [N, K, L, D]
         q = query.reshape(bucket.size, k.shape[1], -1, k.shape[3])  # [N, K, G, Dk]
+        spec, sinks = attention.spec, attention.sinks
         if query.device.type != "cpu" and spec.softcap is None and sinks is None:
             mask = None if bucket.mask is None else bucket.mask.squeeze(1)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scaling).flatten(1, 2)
         return explicit_attention(spec, q.unsqueeze(-2), k, v, bucket.mask, sinks).squeeze(-2).flatten(1, 2)
 
     def _attend_part(
-        self,
-        spec: LayerSpec,
-        metadata: RowsMetadata,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first_query: int,
-        first_key: int,
-        sinks: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        if spec.softcap is not None or sinks is not None:
-            super()._attend_part(spec, metadata, query, key, value, first_query, first_key, sinks, out)
-            return
-        num_queries, num_keys, window = query.shape[0], key.shape[1], metadata.window
+        self, attention: Attention, metadata: RowsMetadata, query: Tensor, first: int, keys: RowKeys
+    ) -> Tensor:
+        if attention.spec.softcap is not None or attention.sinks is not None or keys.bias is not None:
+            return super()._attend_part(attention, metadata, query, first, keys)
+        num_queries, num_keys, window = len(query), keys.key.shape[1], metadata.window
         is_causal = num_queries > 1 and num_queries == num_keys and (window is None or num_keys <= window)
         mask = None
         if num_queries > 1 and not is_causal:
-            mask = metadata.mask(num_queries, first_query, num_keys, first_key)
+            mask = metadata.mask(num_queries, first, num_keys, keys.first)
         attended = F.scaled_dot_product_attention(
             query.transpose(0, 1).unsqueeze(0),  # [1, H, n, D]
-            key.unsqueeze(0),  # [1, K, l, D]
-            value.unsqueeze(0),
+            keys.key.unsqueeze(0),  # [1, K, l, D]
+            keys.value.unsqueeze(0),
             attn_mask=mask,
             is_causal=is_causal,
-            scale=spec.scaling,
-            enable_gqa=query.shape[1] != key.shape[0],
+            scale=attention.spec.scaling,
+            enable_gqa=query.shape[1] != keys.key.shape[0],
         )
-        out.copy_(attended[0].transpose(0, 1))
+        return attended[0].transpose(0, 1)
 
 
 def _buckets(batch: StepBatch, group: int) -> tuple[Bucket, ...]:
@@ -202,12 +202,21 @@ def _bucket(batch: StepBatch, group: int, members: npt.NDArray[np.int64], num_pa
     stops = lengths - key_starts  # behind each row's last key, within its padded pages [N]
     lows = np.zeros_like(stops) if tables.window is None else np.maximum(lengths - tables.window - key_starts, 0)
     mask, only = None, None
+    places = np.arange(num_pages * batch.page_size)
+    page_ends = -(-stops // batch.page_size) * batch.page_size
+    stale = np.nonzero((places >= stops[:, None]) & (places < page_ends[:, None]))
     if len(members) == 1:
         first_block = int(pages[0, 0]) if bool((np.diff(pages[0]) == 1).all()) else None
         only = (first_block, int(lows[0]), int(stops[0]))
     elif lows.any() or (stops != num_pages * batch.page_size).any():
-        places = np.arange(num_pages * batch.page_size)
         visible = (places >= lows[:, None]) & (places < stops[:, None])
         mask = additive(torch.from_numpy(visible), batch.dtype).to(device).view(len(members), 1, 1, 1, -1)
     rows = None if is_all else torch.from_numpy(members).to(device)
-    return Bucket(len(members), rows, torch.from_numpy(pages.astype(np.int64)).to(device), mask, only)
+    return Bucket(
+        len(members),
+        rows,
+        torch.from_numpy(pages.astype(np.int64)).to(device),
+        mask,
+        (torch.from_numpy(stale[0]).to(device), torch.from_numpy(stale[1]).to(device)),
+        only,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING
 
 from aiocb.cache.manager import CacheManager
@@ -91,9 +92,8 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         scheduler_type=config.scheduler_type,
         safety_margin=margin,
     )
-    defaults = built.defaults
-    if config.max_model_len is not None and config.max_model_len < defaults.max_model_len:
-        defaults = dataclasses.replace(defaults, max_model_len=config.max_model_len)
+    longest = min(built.defaults.max_model_len, built.runner.max_model_len, config.max_model_len or sys.maxsize)
+    defaults = dataclasses.replace(built.defaults, max_model_len=longest)
     max_characters = config.max_prompt_characters
     reason = "as configured"
     if max_characters is None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.activations import ACT2CLS, ACT2FN, ClippedGELUActivation
 
+from aiocb.errors import ConfigError
 from aiocb.kernels import Library
+from aiocb.model.native.families import describe
 from aiocb.model.native.runner import NativeRunner, create_native_runner
 from tests.kernels.helpers import MiniScheduler, Request
 
@@ -168,33 +172,129 @@ def test_reasons() -> None:
     assert "head dim" in reason(make("llama", head_dim=24))
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     assert "rotary embedding" in reason(make("llama", rope_parameters=dynamic))
-    hooked = make("llama")
-    hooked.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)
-    assert "hooks" in reason(hooked)
-    for part in ("gate", "experts"):
-        hooked = make("mixtral")
-        getattr(hooked.model.layers[1].mlp, part).register_forward_hook(lambda *_: None)
-        assert "hooks" in reason(hooked)
     assert "clipped" in reason(make("olmoe", clip_qkv=1.0))
     biased = make("qwen3_moe")
     biased.model.layers[2].mlp.experts.down_proj_bias = nn.Parameter(torch.zeros(9, 64))
     assert "down_proj_bias" in reason(biased)
-    wrapped = make("llama")
-    wrapped.lm_head = nn.Sequential(wrapped.lm_head)
-    assert isinstance(create_native_runner(wrapped, sampler=None), str)
-
     mine: Any = type("Mine", (transformers.LlamaForCausalLM,), {})
     assert "is not transformers'" in reason(mine(make("llama").config))
 
 
-def test_the_probe_refuses_a_model_that_computes_something_else() -> None:
+ACTIVATIONS = {
+    "silu": {"silu", "swish"},
+    "gelu": {"gelu", "gelu_python"},
+    "gelu_tanh": {"gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh"},
+    "relu": {"relu"},
+    "relu2": {"relu2"},
+}
+
+
+@pytest.mark.parametrize("name", ACT2CLS)
+def test_activations_are_never_taken_for_another(name: str) -> None:
+    wanted = next((kind for kind, names in ACTIVATIONS.items() if name in names), None)
+    model = make("llama", hidden_act=name)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = ACT2FN[name]
+    described = describe(model)
+    if wanted is None:
+        assert isinstance(described, str)
+    else:
+        assert not isinstance(described, str) and described.activation == wanted
+
+
+@pytest.mark.parametrize("ends", [(-1e9, 7.0), (-1e9, 50.0), (-1e9, 3e4), (-0.1, 1e30), (0.0, 1e30)])
+def test_activations_with_their_ends_cut_off_are_refused(ends: tuple[float, float]) -> None:
+    model = make("llama", hidden_act="gelu")
+    assert not isinstance(describe(model), str)
+    model.model.layers[1].mlp.act_fn = ClippedGELUActivation(*ends)
+    assert "activation" in str(describe(model))
+
+
+def _weigh(model: Any) -> None:
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.q_proj)
+
+
+def _subclass(model: Any) -> None:
+    norm = model.model.layers[2].input_layernorm
+    norm.__class__ = type("Mine", (type(norm),), {})
+
+
+def _patch(path: str, name: str = "forward") -> Any:
+    def change(model: Any) -> None:
+        module = model.get_submodule(path)
+        setattr(module, name, lambda *args, **kwargs: getattr(type(module), name)(module, *args, **kwargs))
+
+    return change
+
+
+def _hook(path: str, kind: str) -> Any:
+    return lambda model: getattr(model.get_submodule(path), f"register_{kind}")(lambda *_: None)
+
+
+TOUCHES: dict[str, tuple[Any, str]] = {
+    "hook on the model": (_hook("", "forward_hook"), "the model has hooks"),
+    "hook on a layer": (_hook("model.layers.1", "forward_hook"), "layers.1 has hooks"),
+    "hook on a norm": (_hook("model.norm", "forward_hook"), "norm has hooks"),
+    "hook on the embedding": (_hook("model.embed_tokens", "forward_hook"), "embed_tokens has hooks"),
+    "hook on an activation": (_hook("model.layers.0.mlp.act_fn", "forward_hook"), "act_fn has hooks"),
+    "pre-hook on attention": (_hook("model.layers.0.self_attn", "forward_pre_hook"), "self_attn has hooks"),
+    "backward hook": (_hook("lm_head", "full_backward_hook"), "lm_head has hooks"),
+    "backward pre-hook": (_hook("model.layers.1.mlp", "full_backward_pre_hook"), "mlp has hooks"),
+    "patched layer": (_patch("model.layers.1"), "forward of model.layers.1 is patched"),
+    "patched linear": (_patch("model.layers.1.mlp.up_proj"), "up_proj is patched"),
+    "patched rotation": (_patch("model.rotary_emb"), "rotary_emb is patched"),
+    "patched model": (_patch("model"), "forward of model is patched"),
+    "parametrized": (_weigh, "q_proj is parametrized"),
+    "subclass": (_subclass, "Mine"),
+    "wrapped": (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), "unexpected module structure"),
+    "another norm": (lambda model: setattr(model.model, "norm", nn.LayerNorm(64)), "norms"),
+    "another epsilon": (
+        lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.1),
+        "epsilons",
+    ),
+    "renormalised rows": (lambda model: setattr(model.model.embed_tokens, "max_norm", 1.0), "renormalises"),
+}
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_what_somebody_did_to_a_module_is_a_reason(name: str) -> None:
+    change, reason = TOUCHES[name]
     model = make("llama")
-    layer = model.model.layers[1]
-    original = layer.forward
-    layer.forward = lambda hidden_states, *args, **kwargs: original(hidden_states * 1.5, *args, **kwargs)
-    result = create_native_runner(model, sampler=None)
-    assert isinstance(result, str)
-    assert "differs" in result
+    assert not isinstance(describe(model), str)
+    change(model)
+    assert reason in str(describe(model))
+
+
+def test_experts_are_looked_at_too() -> None:
+    for path in ("gate", "experts"):
+        model = make("mixtral")
+        _hook(f"model.layers.1.mlp.{path}", "forward_hook")(model)
+        assert f"{path} has hooks" in str(describe(model))
+
+
+def test_a_class_that_was_patched_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    kind = type(model.model.layers[0].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", functools.wraps(own)(lambda self, x: own(self, x) * 2.0))
+    assert "forward of LlamaMLP is patched" in str(describe(model))
+
+
+def test_hidden_states_that_were_once_asked_for_are_no_reason() -> None:
+    model = make("llama")
+    model(torch.tensor([[5, 6]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert not isinstance(describe(model), str)
+
+
+def test_hooks_that_came_later_are_a_reason_not_to_reload(library: Library) -> None:
+    model = make("llama")
+    runner = runner_of(model, library=library)
+    runner.reload_weights()
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="layers.0 has hooks"):
+        runner.reload_weights()
+    runner.close()
 
 
 def test_owned_model_gives_its_memory_back() -> None:

@@ -84,6 +84,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 96,
     },
     "diffllama": {"num_key_value_heads": 4},
+    "hrm_text": {"num_hidden_layers": 1, "H_cycles": 2, "L_cycles": 2, "head_dim": 16},
+    "got_ocr2": {
+        "vision_config": {
+            "hidden_size": 32,
+            "output_channels": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": 16,
+            "mlp_dim": 48,
+            "window_size": 2,
+            "global_attn_indexes": [0],
+        },
+        "text_config": {"model_type": "qwen2", **SMALL},
+    },
+    "bigbird_pegasus": {
+        "d_model": 64,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 96,
+        "num_hidden_layers": None,
+    },
     "bart": {
         "d_model": 64,
         "decoder_layers": 2,

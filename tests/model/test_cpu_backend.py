@@ -77,7 +77,7 @@ def test_attention_agrees_with_the_written_out_one(
 ) -> None:
     import numpy as np
 
-    from aiocb.attention.base import GroupTables, LayerSpec, StepBatch
+    from aiocb.attention.base import Attention, GroupTables, LayerSpec, StepBatch
 
     # Two decodes and a chunk; heads in groups of three, tables scattered, the first pages of the window's rows unseen.
     spec = LayerSpec(0, 6, 2, 32, 32, 0.3, window, softcap, has_sinks)
@@ -116,7 +116,7 @@ def test_attention_agrees_with_the_written_out_one(
             )
             metadata = backend.prepare(batch, 0)
             backend.write(storage, metadata, key, value)
-            attended = backend.attend(spec, storage, metadata, query, key, value, sinks)
+            attended = backend.attend(Attention(spec, query, key, value, sinks), storage, metadata)
         outputs.append(attended.float())
     assert starts[-1] == len(outputs[0])
     torch.testing.assert_close(*outputs, atol=2e-5 if dtype == torch.float32 else 3e-2, rtol=1e-3)

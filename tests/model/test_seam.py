@@ -19,7 +19,9 @@ from aiocb.sampling.sampler import Sampler
 from aiocb.step import BlockCopy, StepEntry, StepPlan, StepResult
 from tests.steps import CallbackSampler, Work, execute
 
-from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, tiny
+from .helpers import GREEDY, MLA, MOE, ManualScheduler, argmax_sampler, generate, prompt, tiny
+
+SPARSE = {**MLA, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, **MOE}
 
 
 def build(model: PreTrainedModel, **config: Any) -> TorchRunner:
@@ -181,20 +183,23 @@ class TestLeftAsFound:
 
 
 class TestRefusals:
-    def test_linear_attention(self) -> None:
-        model = tiny("mamba2", num_heads=8, head_dim=16, expand=2, n_groups=1, state_size=8)
-        with pytest.raises(ConfigError, match="cannot be run in packed batches"):
-            build(model)
-
-    def test_own_attention_code(self) -> None:
-        with pytest.raises(ConfigError, match="own attention code"):
-            build(tiny("bloom", n_layer=2, n_head=4))
-
-    def test_training_mode(self) -> None:
-        model = tiny("llama")
-        model.train()
-        with pytest.raises(ConfigError, match="eval"):
-            build(model)
+    @pytest.mark.parametrize(
+        ("name", "values", "reason"),
+        [
+            ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 8}, "convolution state"),
+            ("bloom", {"n_layer": 2, "n_head": 4}, "own attention code"),
+            ("falcon", {}, "own attention code"),
+            ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 64}, "own attention code"),
+            ("deepseek_v32", {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 64, **SPARSE}, "indexer"),
+            ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 2, **MOE}, "works on its cache by itself"),
+            ("rwkv", {"attention_hidden_size": 64}, "its forward takes no cache"),
+            ("bert", {}, "not causal"),
+            ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": 64}, "only 1 of its 3 layers"),
+        ],
+    )
+    def test_what_packed_batches_cannot_do(self, name: str, values: dict[str, Any], reason: str) -> None:
+        with pytest.raises(ConfigError, match=rf"cannot be run in packed batches: .*{reason}.*generate\(\) runs it"):
+            build(tiny(name, **values))
 
     def test_unknown_attention(self) -> None:
         with pytest.raises(ConfigError, match="choose one of"):

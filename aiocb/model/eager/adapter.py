@@ -4,9 +4,9 @@ A transformers model is run as it is. Its attention modules do two things with t
 values to a cache (`cache.update(k, v, layer_idx)`), and they call the attention function that `config` names. Both
 are answered here, by whatever *handler* is active: a `Recorder` in the dry run at load, a `PagedHandler` in each step.
 
-The name that steps use, `"aiocb"`, is registered among the attention functions and *not* among the mask functions: so
-the models build no mask (what their masks would hide is learned once at load, see `masks`). The config's own attention
-name is set and restored around each step by `ModelAdapter.forward`; nothing else of the model is changed.
+The name `"aiocb"` is registered among the attention functions and *not* among the mask functions: so the models build
+no mask (what their masks would hide is learned once at load, see `masks`). It stands in the configurations of a view
+of the model only (see `view`); the owner's model is not touched.
 
 Legend: T packed tokens, H query heads, K key/value heads, D head dim, N logit rows, V vocabulary.
 """
@@ -14,10 +14,10 @@ Legend: T packed tokens, H query heads, K key/value heads, D head dim, N logit r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +28,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from aiocb.attention.base import AttentionBackend, LayerSpec
 from aiocb.errors import ConfigError
 from aiocb.model.eager.batch import pack
-from aiocb.model.eager.handlers import Handler, NotPlainError, PagedHandler, Recorder
+from aiocb.model.eager.handlers import KEPT_KEYS, Handler, NotPlainError, PagedHandler, Recorder
 from aiocb.model.eager.masks import MaskKind, MaskRecorder
-from aiocb.model.eager.positions import PositionTable, find_tables, injected, learn_tables
+from aiocb.model.eager.positions import find_tables, learn_tables, sequence_bound
+from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
+from aiocb.model.parity import probe_ids
 from aiocb.records import Record
 from aiocb.step import StepEntry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from aiocb.model.eager.linears import PackedLinears
 
 __all__ = ["ATTENTION_NAME", "ModelAdapter", "text_config"]
 
@@ -46,7 +46,29 @@ ATTENTION_NAME = "aiocb"
 PROBE_NAME = "aiocb-probe"
 """Known to the mask functions too; used once at load, to learn what the model's masks hide (see `masks`)."""
 
-_ACTIVE: ContextVar[Handler | None] = ContextVar("aiocb_attention", default=None)
+
+class _Pass(NamedTuple):
+    """What answers the model during one forward pass.
+
+    Attributes:
+        handler: of its attention.
+        positions: of the packed tokens. [1, T]
+        past: what it is told when it asks for the length of its cache.
+    """
+
+    handler: Handler
+    positions: Tensor
+    past: Any
+
+
+_PASS: ContextVar[_Pass | None] = ContextVar("aiocb_pass", default=None)
+
+
+def _current() -> _Pass:
+    current = _PASS.get()
+    if current is None:
+        raise RuntimeError("the attention or the cache of an engine was used outside of its step")
+    return current
 
 
 def _attention_forward(
@@ -58,16 +80,13 @@ def _attention_forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    handler = _ACTIVE.get()
-    if handler is None:
-        raise RuntimeError("the attention function 'aiocb' was called outside of an engine's step")
-    return handler.attend(module, query, key, value, attention_mask, scaling, options), None
+    return _current().handler.attend(module, query, key, value, attention_mask, scaling, options), None
 
 
 def _probe_mask(
     q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any = "cpu", **_: Any
 ) -> Tensor:
-    handler = _ACTIVE.get()
+    handler = _current().handler
     assert isinstance(handler, MaskRecorder)
     return handler.make_mask(mask_function, q_length, kv_length, torch.device(device))
 
@@ -81,29 +100,73 @@ def _register() -> None:
         ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
 
 
-class StepCache(Cache):
-    """What the model takes for its cache: hands everything to the active handler and holds nothing itself.
+class _Unanswered(NotPlainError, AttributeError):
+    """Asked of the cache, which has no such thing: `hasattr` says no, and a model that goes on is refused."""
 
-    Positions are passed to the model, so the length it reports is 0; models that would compute positions from it are
-    told the packed positions by `positions.injected`.
-    """
+
+class _Layer:
+    """Every layer of `StepCache`, for models that look at `cache.layers`."""
+
+    is_sliding = False
+    is_initialized = False
+    is_compileable = False
+    supports_early_init = False
+    keys = None
+    values = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _Unanswered(f"it works on its cache by itself ({name} of a layer)")
+
+    def get_seq_length(self) -> Any:
+        return _current().past
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+_LAYER: Any = _Layer()
+
+
+def _refuses(reason: str) -> Callable[..., Any]:
+    """Make a method of the cache that ends the dry run."""
+
+    def method(self: StepCache, *_: Any, **__: Any) -> Any:
+        raise NotPlainError(reason)
+
+    return method
+
+
+class StepCache(Cache):
+    """What the model takes for its cache: hands everything to the active handler and holds nothing itself."""
 
     is_compileable = False
+    has_previous_state = _refuses("it keeps a recurrent state (has_previous_state)")
+    get_recurrent_state = _refuses("it keeps a recurrent state (get_recurrent_state)")
+    update_recurrent_state = _refuses("it keeps a recurrent state (update_recurrent_state)")
+    get_conv_state = _refuses("it keeps a convolution state (get_conv_state)")
+    update_conv_state = _refuses("it keeps a convolution state (update_conv_state)")
+    update_indexer = _refuses("it selects keys with an indexer (update_indexer)")
 
     def __init__(self, num_layers: int) -> None:
-        layers: list[Any] = [_Layer() for _ in range(num_layers)]
-        super().__init__(layers=layers)
+        super().__init__(layers=[_LAYER] * num_layers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _Unanswered(f"it works with a cache of its own ({name})")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Hand new keys and values [1, K, T, D] to the active handler."""
-        handler = _ACTIVE.get()
-        if handler is None:
-            raise RuntimeError("the cache of an engine was used outside of its step")
-        return handler.update(key_states, value_states, layer_idx)
+        return _current().handler.update(key_states, value_states, layer_idx)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are passed explicitly."""
-        return 0
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return 0, as positions are passed explicitly, unless the model counts positions from it."""
+        return _current().past
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return -1: no bound of its own."""
@@ -117,102 +180,65 @@ class StepCache(Cache):
         """Return 0: positions are passed explicitly."""
         return 0
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Refuse: asked by recurrent layers."""
-        raise NotPlainError("it keeps a recurrent state (has_previous_state)")
-
-    def get_conv_state(self, *_: Any, **__: Any) -> Any:
-        """Refuse: asked by convolution layers."""
-        raise NotPlainError("it keeps a convolution state (get_conv_state)")
-
-    def update_conv_state(self, *_: Any, **__: Any) -> Any:
-        """Refuse: asked by convolution layers."""
-        raise NotPlainError("it keeps a convolution state (update_conv_state)")
-
-    def get_recurrent_state(self, *_: Any, **__: Any) -> Any:
-        """Refuse: asked by recurrent layers."""
-        raise NotPlainError("it keeps a recurrent state (get_recurrent_state)")
-
-    def update_recurrent_state(self, *_: Any, **__: Any) -> Any:
-        """Refuse: asked by recurrent layers."""
-        raise NotPlainError("it keeps a recurrent state (update_recurrent_state)")
-
-    def update_indexer(self, *_: Any, **__: Any) -> Any:
-        """Refuse: asked by sparse attention."""
-        raise NotPlainError("it selects keys with an indexer (update_indexer)")
-
-
-class _Layer:
-    """A layer of `StepCache`, for models that look at `cache.layers`."""
-
-    is_sliding = False
-    is_initialized = False
-    is_compileable = False
-    keys = None
-    values = None
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
 
 class ModelAdapter:
-    """Runs a transformers causal LM over packed rows.
+    """Runs a transformers causal LM over packed rows, by way of a view of it.
 
     Attributes:
-        model: as it was given; its configuration is as found whenever no step runs.
+        view: what is run; the model itself is left alone.
         specs: each cache layer's attention, learned in the dry run.
         dtype: of keys and values.
         device: of the model's input.
         vocab_size: rows of the logits.
-        length_bound: longest sequence for which the layers are what `specs` says; None is any.
+        length_bound: longest sequence for which the layers are what `specs` says, and why.
 
     Raises:
         ConfigError: packed execution cannot run this model; the message names the reason.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self.device: torch.device = model.device
-        self._configs = _configs_of(model)
-        self._arguments = _forward_arguments(model)
         _register()
-        if model.training:
-            raise ConfigError("the model is in training mode; call model.eval() first")
-        self._tables: list[PositionTable] = []
+        self.view = View(model, ATTENTION_NAME)
+        self.device: torch.device = model.device
+        self._arguments = _forward_arguments(self.view.model)
         self._num_layers = 4096  # any index is answered in the dry run
+        self._counts_by_cache = False
+        self.length_bound = sequence_bound(text_config(model))
         try:
             with torch.inference_mode():
-                recorder, logits = self._dry_run()
-                masks = self._learn_masks()
-                tables = find_tables(model)
-                if tables:
-                    ids = torch.tensor([self.probe_ids(3)], device=self.device)
-                    gaps = torch.tensor([0, 2, 5], device=self.device)
-                    self._tables = learn_tables(
-                        tables, gaps, lambda: model(input_ids=ids, use_cache=False), lambda: self._dry_run(gaps)
-                    )
+                self._learn()
         except NotPlainError as error:
-            raise ConfigError(f"{type(model).__name__} cannot be run in packed batches: {error}") from error
+            raise ConfigError(_refusal(model, str(error))) from error
         except Exception as error:
-            raise ConfigError(
-                f"{type(model).__name__} cannot be run in packed batches: its dry run failed with "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
-        self.length_bound: int | None = None
-        self._obey_masks(masks)
-        self.vocab_size = int(logits.shape[-1])
+            reason = f"its dry run failed with {type(error).__name__}: {error}"
+            raise ConfigError(_refusal(model, reason)) from error
+        self._num_layers = max(self.specs) + 1
+
+    def _learn(self) -> None:
+        """Find out what the layers ask for, what their masks hide, and where positions come from."""
+        for module in self.view.model.modules():
+            if hasattr(module, KEPT_KEYS):  # counts the keys of all requests: nothing may be hidden from any of them
+                self._bound_length(getattr(module, KEPT_KEYS), f"{KEPT_KEYS} of its attention")
+                setattr(module, KEPT_KEYS, sys.maxsize)
+        try:
+            recorder, logits = self._dry_run()
+        except NotPlainError:
+            raise
+        except Exception:
+            self._dry_run(handler=MaskRecorder())  # may say why
+            raise NotPlainError("it works on its attention mask by itself") from None
         assert recorder.dtype is not None
         self.dtype: torch.dtype = recorder.dtype
-        self._check_layers(len(recorder.attending_modules))
-        self._num_layers = max(self.specs) + 1
-        self.linears: PackedLinears | None = None
+        self.vocab_size = int(logits.shape[-1])
+        self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
+        masks = self._learn_masks()
+        for layer, name in recorder.unsure.items():
+            if layer not in masks:
+                raise NotPlainError(f"{name} is not causal")
+        self._obey_masks(masks)
+        self._check_layers(len(recorder.attending))
+        self._learn_tables()
+        self._learn_counting()
 
     def _learn_masks(self) -> dict[int, MaskKind]:
         """Let the model build its masks once, and learn what they hide."""
@@ -231,42 +257,74 @@ class ModelAdapter:
         for layer, kind in masks.items():
             self.specs[layer] = self.specs[layer]._replace(window=kind.window)
             if kind.chunk is not None:
-                self.length_bound = min(kind.chunk, self.length_bound or kind.chunk)
+                self._bound_length(kind.chunk, "beyond it, chunked attention is not implemented")
 
-    def _dry_run(self, positions: Tensor | None = None, handler: Recorder | None = None) -> tuple[Recorder, Tensor]:
+    def _bound_length(self, length: int, reason: str) -> None:
+        if length < self.length_bound[0]:
+            self.length_bound = length, reason
+
+    def _learn_tables(self) -> None:
+        """Find tables of positions that would not get the packed ones, and tell them."""
+        model = self.view.model
+        tables = find_tables(model)
+        if not tables:
+            return
+        ids = torch.tensor([probe_ids(model, 3)], device=self.device)
+        gaps = torch.tensor([0, 2, 5], device=self.device)
+
+        def run_own() -> None:
+            self.view.name_attention("eager")  # which every model has
+            model(input_ids=ids, use_cache=False)
+
+        learned, bound = learn_tables(tables, gaps, run_own, lambda: self._dry_run(gaps))
+        self._bound_length(bound, "rows of its table of positions")
+        for table in learned:
+            table.tell(lambda: _current().positions)
+
+    def _learn_counting(self) -> None:
+        """Find out whether layers count positions from the length of the cache: far from 0, where that matters."""
+        longest = self.length_bound[0]
+        for far in (max(longest - 8, longest // 2), longest // 2, 0):
+            positions = torch.arange(3, device=self.device) + far
+            try:
+                plain = self._dry_run(positions)[1]
+                break
+            except NotPlainError:
+                raise
+            except Exception:
+                continue
+        else:
+            raise NotPlainError("its dry run failed at every position but the first ones")
+        counted = self._dry_run(positions, past=far)[1]
+        if torch.allclose(plain, counted, rtol=0.0, atol=0.0, equal_nan=True):
+            return
+        self._counts_by_cache = True
+        if not torch.equal(self._dry_run(positions)[1], counted):
+            raise NotPlainError("it computes with the length of its cache")
+
+    def _dry_run(
+        self, positions: Tensor | None = None, handler: Recorder | None = None, past: int = 0
+    ) -> tuple[Recorder, Tensor]:
         """Run three tokens of one request and write down what the layers ask for."""
         recorder = Recorder() if handler is None else handler
-        ids = torch.tensor([self.probe_ids(3)], device=self.device)
+        ids = torch.tensor([probe_ids(self.view.model, 3)], device=self.device)
         positions = torch.arange(3, device=self.device) if positions is None else positions
-        logits = self.forward(ids, positions.unsqueeze(0), torch.tensor([0, 2], device=self.device), recorder)
+        self.view.name_attention(PROBE_NAME if isinstance(recorder, MaskRecorder) else ATTENTION_NAME)
+        try:
+            rows = torch.tensor([0, 2], device=self.device)
+            logits = self.forward(ids, positions.unsqueeze(0), rows, recorder, past)
+        finally:
+            self.view.name_attention(ATTENTION_NAME)
         recorder.check_finished()
         return recorder, logits
 
-    def probe_ids(self, length: int, seed: int = 0) -> list[int]:
-        """Ids spread over the vocabulary; those with a meaning of their own (images, padding) are passed over."""
-        config = text_config(self.model)
-        values = [*vars(self.model.config).items(), *vars(config).items()]
-        special = {value for key, value in values if key.endswith("token_id") and isinstance(value, int)}
-        rows = max(_vocab_rows(self.model), 1)
-        ids: list[int] = []
-        candidate = 17 + 101 * seed
-        while len(ids) < length:
-            candidate = (candidate * 48271 + 11) % 2147483647
-            if candidate % rows not in special or rows < 16:
-                ids.append(candidate % rows)
-        return ids
-
     def _check_layers(self, num_attending: int) -> None:
         """Every decoder layer must have attended, and with the window that its configuration names."""
-        config = text_config(self.model)
+        config = text_config(self.view.model)
         # In the bart family num_hidden_layers counts the encoder's.
         num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
-        name = type(self.model).__name__
         if isinstance(num_layers, int) and num_attending < num_layers:
-            raise ConfigError(
-                f"{name} cannot be run in packed batches: only {num_attending} of its {num_layers} layers use the "
-                "attention interface"
-            )
+            raise NotPlainError(f"only {num_attending} of its {num_layers} layers use the attention interface")
         types = getattr(config, "layer_types", None)
         if not isinstance(types, (list, tuple)) or len(types) != len(self.specs):
             return
@@ -275,9 +333,9 @@ class ModelAdapter:
                 kind == "full_attention" and spec.window is not None
             )
             if wrong:
-                raise ConfigError(
-                    f"{name} cannot be run in packed batches: layer {spec.layer} is {kind} in its configuration but "
-                    f"asks its attention for a window of {spec.window}"
+                raise NotPlainError(
+                    f"layer {spec.layer} is {kind} in its configuration but asks its attention for a window of "
+                    f"{spec.window}"
                 )
 
     def run(
@@ -286,82 +344,52 @@ class ModelAdapter:
         """Pack the entries of a plan, and run the model over the pages: logits [N, V]."""
         packed = pack(entries, records, cache.layout, self.device, self.dtype)
         handler = PagedHandler(backend, cache, self.specs, packed.batch)
-        with nullcontext() if self.linears is None else self.linears.active():
-            return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)
+        return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler) -> Tensor:
-        """Run the model once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
+    ) -> Tensor:
+        """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
         values: dict[str, Any] = {self._arguments.cache: StepCache(self._num_layers), "use_cache": True}
         if self._arguments.takes_positions:
             values["position_ids"] = positions
         if self._arguments.takes_logit_rows:
             values["logits_to_keep"] = logit_rows
-        with self._stepping(handler), injected(self._tables, positions):
-            logits: Tensor = self.model(input_ids=input_ids, **values).logits  # [1, N, V]
+        if self._counts_by_cache:
+            # Such models add the length to 0, 1, 2, ...: what is added here makes the packed positions of it.
+            past = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+        token = _PASS.set(_Pass(handler, positions, past))
+        try:
+            logits: Tensor = self.view.model(input_ids=input_ids, **values).logits  # [1, N, V]
+        finally:
+            _PASS.reset(token)
         if not self._arguments.takes_logit_rows:
             logits = logits.index_select(1, logit_rows)
         return logits[0]
 
-    @contextmanager
-    def _stepping(self, handler: Handler) -> Iterator[None]:
-        """Name our attention in the model's configs and activate `handler`; undo both on the way out."""
-        before = [(config, config._attn_implementation_internal) for config in self._configs]
-        token = _ACTIVE.set(handler)
-        try:
-            name = PROBE_NAME if isinstance(handler, MaskRecorder) else ATTENTION_NAME
-            for config in self._configs:
-                config._attn_implementation_internal = name
-            yield
-        finally:
-            for config, previous in before:
-                config._attn_implementation_internal = previous
-            _ACTIVE.reset(token)
 
-
-class _Arguments:
+class _Arguments(NamedTuple):
     """How this model's forward wants its arguments."""
 
-    __slots__ = ("cache", "takes_logit_rows", "takes_positions")
-
-    def __init__(self, cache: str, takes_positions: bool, takes_logit_rows: bool) -> None:
-        self.cache = cache
-        self.takes_positions = takes_positions
-        self.takes_logit_rows = takes_logit_rows
+    cache: str
+    takes_positions: bool
+    takes_logit_rows: bool
 
 
 def _forward_arguments(model: PreTrainedModel) -> _Arguments:
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    # transformers 5.2x renamed past_key_values to cache.
-    name = next((name for name in ("cache", "past_key_values") if name in parameters), None)
-    if name is None:
-        if not takes_any:
-            raise ConfigError(f"{type(model).__name__} cannot be run in packed batches: its forward takes no cache")
-        name = "past_key_values"
-    return _Arguments(name, "position_ids" in parameters or takes_any, "logits_to_keep" in parameters)
+    # transformers 5.2x renamed past_key_values to cache; what passes any keyword on has it from a module within.
+    for module in model.modules() if takes_any else [model]:
+        names = inspect.signature(module.forward).parameters
+        cache = next((name for name in ("cache", "past_key_values") if name in names), None)
+        if cache is not None:
+            return _Arguments(cache, "position_ids" in parameters or takes_any, "logits_to_keep" in parameters)
+    raise ConfigError(_refusal(model, "its forward takes no cache"))
 
 
-def _configs_of(model: PreTrainedModel) -> list[Any]:
-    """Every config object that a module of the model may ask for the attention's name."""
-    found: dict[int, Any] = {}
-    pending: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    while pending:
-        config = pending.pop()
-        if id(config) in found or not hasattr(config, "_attn_implementation_internal"):
-            continue
-        found[id(config)] = config
-        pending.extend(getattr(config, key, None) for key in getattr(config, "sub_configs", ()) or ())
-    return list(found.values())
-
-
-def text_config(model: PreTrainedModel) -> Any:
-    """The config of the decoder: nested in composite models."""
-    config: Any = model.config
-    getter: Callable[..., Any] | None = getattr(config, "get_text_config", None)
-    return config if getter is None else getter(decoder=True)
-
-
-def _vocab_rows(model: PreTrainedModel) -> int:
-    embeddings: Any = model.get_input_embeddings()
-    rows = getattr(embeddings, "num_embeddings", None)
-    return int(rows) if rows else int(getattr(text_config(model), "vocab_size", 4) or 4)
+def _refusal(model: PreTrainedModel, reason: str) -> str:
+    return (
+        f"{type(model).__name__} cannot be run in packed batches: {reason.rstrip('.')}. "
+        "The model's own generate() runs it, one batch at a time"
+    )

@@ -13,38 +13,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import AttentionBackend, LayerSpec, StepBatch
+from aiocb.attention.base import Attention, AttentionBackend, LayerSpec, StepBatch
 from aiocb.attention.paged import additive, causal_mask, explicit_attention
 from aiocb.model.kv import PagedCache
 
-__all__ = ["AttentionCall", "Handler", "NotPlainError", "PagedHandler", "Recorder"]
+__all__ = ["KEPT_KEYS", "AttentionCall", "Handler", "NotPlainError", "PagedHandler", "Recorder"]
 
 _MISSING = object()
 
-_HARMLESS = frozenset(
-    {
-        "cache",
-        "cache_position",
-        "dropout",
-        "is_causal",
-        "layer_idx",
-        "num_items_in_batch",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_value",
-        "past_key_values",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "scaling",
-        "sliding_window",
-        "softcap",
-        "s_aux",
-        "use_cache",
-    }
-)
+_HARMLESS = {
+    "cache", "cache_position", "dropout", "is_causal", "layer_idx", "logits_to_keep", "num_items_in_batch",
+    "output_attentions", "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
+    "position_embeddings", "position_ids", "return_dict", "scaling", "sliding_window", "softcap", "s_aux", "use_cache",
+}  # fmt: skip
 """Keywords of an attention call that change nothing here, or are honoured."""
+
+
+KEPT_KEYS = "keep_window_size"
+"""Attribute of modules that add a bias of their own to the scores, and hide all but so many keys (Doge)."""
 
 
 class NotPlainError(Exception):
@@ -94,15 +80,17 @@ class Recorder:
 
     Attributes:
         specs: by layer.
-        attending_modules: ids of the modules that have attended.
+        attending: ids of the modules that have attended, and the layers that they attended to.
         dtype: of keys and values.
         layer: whose keys were attended to last.
+        unsure: by layer, the module that does not say that it is causal: its mask has to.
     """
 
     def __init__(self) -> None:
         self.layer: int | None = None
+        self.unsure: dict[int, str] = {}
         self.specs: dict[int, LayerSpec] = {}
-        self.attending_modules: set[int] = set()
+        self.attending: set[tuple[int, int]] = set()
         self.dtype: torch.dtype | None = None
         self._device: torch.device | None = None
         self._owners: dict[tuple[int, int], int] = {}
@@ -144,22 +132,22 @@ class Recorder:
         options: Mapping[str, Any],
     ) -> Tensor:
         """Attend plainly, and write down what the layer asked for."""
-        if mask is not None:
+        if mask is not None and not hasattr(module, KEPT_KEYS):
             raise NotPlainError(f"{type(module).__name__} brings its own attention mask")
-        if options.get("is_causal", getattr(module, "is_causal", True)) is False:
-            raise NotPlainError(f"{type(module).__name__} is not causal")
         unknown = [name for name, option in options.items() if name not in _HARMLESS and isinstance(option, Tensor)]
         if unknown:
             raise NotPlainError(f"{type(module).__name__} passes {', '.join(unknown)} to its attention function")
         call = AttentionCall(module, query, scaling, options)
         owner = self._owners.get((id(key), id(value)))
-        is_gathered = owner is None
+        is_gathered = owner is None or mask is not None
         # Keys that were worked on belong to the layer that updated last (which may attend to them several times).
         layer = owner if owner is not None else self._last
         if layer is None or key.shape[2] != query.shape[2]:
             raise NotPlainError(f"{type(module).__name__} attends to keys that did not come from the cache")
         self._pending = None
         self.layer = layer
+        if options.get("is_causal", getattr(module, "is_causal", True)) is False:
+            self.unsure[layer] = type(module).__name__
         num_kv_heads, key_dim, value_dim = self._shapes[layer]
         spec = LayerSpec(
             layer,
@@ -179,8 +167,8 @@ class Recorder:
         if known != spec:
             # Two users of one layer's keys (shared keys) with different settings: each call brings its own.
             self.specs[layer] = known._replace(is_gathered=known.is_gathered or spec.is_gathered)
-        self.attending_modules.add(id(module))
-        return _plain_attention(call, query, key, value)
+        self.attending.add((id(module), layer))
+        return _plain_attention(call, query, key, value, mask)
 
     def check_finished(self) -> None:
         """Raise when the last update was never attended to."""
@@ -190,12 +178,14 @@ class Recorder:
             raise NotPlainError("no layer uses the cache and the attention interface")
 
 
-def _plain_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend for one request from position 0: query [1, H, T, D] -> [1, T, H, Dv]."""
+def _plain_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """Attend for one request from position 0: query [1, H, T, D], bias [1, H, T, T] -> [1, T, H, Dv]."""
     num_kv_heads = key.shape[1]
     spec = LayerSpec(0, query.shape[1], num_kv_heads, key.shape[3], value.shape[3], call.scaling, softcap=call.softcap)
     q = query.reshape(1, num_kv_heads, -1, query.shape[2], query.shape[3])  # [1, K, G, T, D]
     mask = additive(causal_mask(0, query.shape[2], 0, key.shape[2], call.window, query.device), query.dtype)
+    if bias is not None:
+        mask = mask + bias.reshape(*q.shape[:4], -1)
     out = explicit_attention(spec, q, key, value, mask, call.sinks)
     return out.flatten(1, 2).transpose(1, 2).contiguous()
 
@@ -253,24 +243,17 @@ class PagedHandler:
         call = AttentionCall(module, query, scaling, options)
         q = query[0].transpose(0, 1)  # [T, H, D]
         layer = self._owners.get((id(key), id(value)))
-        if layer is None:
-            spec = self._specs[self._pending]
-            group = self._cache.group_of_layer[spec.layer]
-            spec = spec._replace(
-                num_heads=query.shape[1],
-                num_kv_heads=key.shape[1],
-                key_dim=key.shape[3],
-                value_dim=value.shape[3],
-                scaling=call.scaling,
-                softcap=call.softcap,
-            )
-            metadata = self._group_metadata(group)
-            out = self._backend.attend_gathered(spec, metadata, q, key[0], value[0], call.sinks)
-            return out.contiguous().unsqueeze(0)
-        spec = self._specs[layer]
+        spec = self._specs[self._pending if layer is None else layer]
         if spec.scaling != call.scaling or spec.softcap != call.softcap:
             spec = spec._replace(scaling=call.scaling, softcap=call.softcap)
-        metadata = self._group_metadata(self._cache.group_of_layer[layer])
-        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        out = self._backend.attend(spec, self._cache.storage[layer], metadata, q, k, v, call.sinks)
+        metadata = self._group_metadata(self._cache.group_of_layer[spec.layer])
+        if layer is None:
+            spec = spec._replace(
+                num_heads=query.shape[1], num_kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3]
+            )
+            bias = None if mask is None else mask[0]  # [H, T, sum of L]
+            out = self._backend.attend_gathered(Attention(spec, q, key[0], value[0], call.sinks, bias), metadata)
+        else:
+            k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            out = self._backend.attend(Attention(spec, q, k, v, call.sinks), self._cache.storage[layer], metadata)
         return out.contiguous().unsqueeze(0)

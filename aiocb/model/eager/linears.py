@@ -1,18 +1,15 @@
-"""A model's linears in native code while a step runs, and as they were at any other time.
+"""The linears of a view in native code.
 
-Weights are packed once at load, beside the module's own. In a step every packed module has a `forward` of its own, set
-on entry and taken away on exit; another thread that calls the module meanwhile gets the module's own forward. A packed
-linear takes any number of rows: which kernel computes a row must not depend on how many others are there.
+Weights are packed once at load, beside the module's own, and the packed modules of the view (never the owner's) get a
+`forward` of their own; hooks run around it as around any other. A packed linear takes any number of rows: which kernel
+computes a row must not depend on how many others are there.
 
 Legend: M rows, N columns (out_features), K depth (in_features).
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -26,35 +23,34 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class PackedLinears:
-    """Packs what can be packed of a model; `active()` is the scope in which it is used.
+    """Packs what can be packed of a view's modules.
 
     Must be made, used and repacked in one thread.
 
     Args:
-        model: its modules are found again at every `repack`.
+        view: the root of modules that nobody else calls.
         kernels: threads and memory.
     """
 
-    def __init__(self, model: nn.Module, kernels: GenericKernels) -> None:
-        self._model = model
+    def __init__(self, view: nn.Module, kernels: GenericKernels) -> None:
         self._kernels = kernels
         self.has_own_threads = kernels.threads == "own"
-        self._forwards: list[tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = []
+        self._packed: list[nn.Module] = []
         self.num_bytes = 0
         self.num_linears = 0
-        self.repack()
+        self.repack(view)
 
     @property
     def count(self) -> int:
         """How many modules are packed."""
-        return len(self._forwards)
+        return len(self._packed)
 
-    def repack(self) -> None:
-        """Pack all weights as they are now."""
-        self._forwards.clear()
+    def repack(self, view: nn.Module) -> None:
+        """Pack all weights of a view, in place of those that were packed before."""
+        self._unpack()
         self._kernels.clear()
         self.num_bytes = self.num_linears = 0
-        for module in self._model.modules():
+        for module in view.modules():
             source = _source(module)
             if source is None:
                 continue
@@ -62,8 +58,14 @@ class PackedLinears:
             weight, bias = source
             forward = self._pack(module, weight, bias)
             if forward is not None:
-                self._forwards.append((module.__dict__, forward))
+                module.__dict__["forward"] = forward
+                self._packed.append(module)
                 self.num_bytes += weight.numel() * weight.element_size()
+
+    def _unpack(self) -> None:
+        for module in self._packed:
+            module.__dict__.pop("forward", None)
+        self._packed.clear()
 
     def _pack(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         dtype = _DTYPES.get(weight.dtype)
@@ -85,20 +87,9 @@ class PackedLinears:
             return None  # an odd depth in bf16: torch computes it
         return _forward(module, self._kernels, index, columns, depth, weight.dtype)
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Use the packed weights in this thread until the scope ends."""
-        for attributes, forward in self._forwards:
-            attributes["forward"] = forward
-        try:
-            yield
-        finally:
-            for attributes, _ in self._forwards:
-                attributes.pop("forward", None)
-
     def close(self) -> None:
         """Free the packed weights. Idempotent."""
-        self._forwards.clear()
+        self._unpack()
         self._kernels.close()
 
 
@@ -124,6 +115,8 @@ def _source(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Weight [N, K] and bias of a module that computes a plain linear and nothing else, else None."""
     if "forward" in module.__dict__:  # wrapped by somebody: whatever that does has to go on
         return None
+    if module._forward_pre_hooks or "weight" not in module._parameters:  # a weight that is made anew for every call
+        return None
     if type(module).forward is nn.Linear.forward:
         weight, bias = module.weight, module.bias
     elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers' linear with a transposed weight
@@ -139,12 +132,11 @@ def _forward(
     module: nn.Module, kernels: GenericKernels, index: int, columns: int, depth: int, dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
     own = type(module).forward
-    thread, get_ident = threading.get_ident(), threading.get_ident
     call, handle, row_bytes = kernels.call_linear, kernels.handle, depth * dtype.itemsize
     empty = torch.empty
 
     def forward(x: Tensor) -> Tensor:  # x [..., K] -> [..., N]
-        if get_ident() != thread or x.dtype is not dtype:
+        if x.dtype is not dtype:
             result: Tensor = own(module, x)
             return result
         if not x.is_contiguous():

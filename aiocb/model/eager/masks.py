@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aiocb.model.eager.handlers import NotPlainError, Recorder
+from aiocb.model.eager.handlers import KEPT_KEYS, NotPlainError, Recorder
 
 __all__ = ["MaskKind", "MaskRecorder", "kind_of"]
 
@@ -96,6 +96,8 @@ class MaskRecorder(Recorder):
         out = super().attend(module, query, key, value, None, scaling, options)
         if isinstance(mask, Tensor) and self.layer is not None:
             known = self._handed_out.get(mask.untyped_storage().data_ptr())
+            if hasattr(module, KEPT_KEYS) and len(self._handed_out) == 1:  # put into a bias
+                known = next(iter(self._handed_out.values()))
             if known is not None:
                 kind = kind_of(known[1])
                 if self.kinds.setdefault(self.layer, kind) != kind:

@@ -1,21 +1,58 @@
-"""Position tables that a model would index by itself, from the length of its cache: told the packed positions instead.
+"""Where a model takes positions from, and how far they may go.
 
-Most models take `position_ids` and pass them on. Two kinds do not: a table whose module computes positions when it is
-not given any (bart and its family), and a table that is indexed with an offset which the model adds only to positions
-that it made itself (roberta and its family). Both are learned by watching the tables in the model's own forward.
+Most models take `position_ids` and pass them on. Two kinds of tables do not get them: one whose module computes
+positions when it is not given any (bart and its family), and one that is indexed with an offset which the model adds
+only to positions that it made itself (roberta and its family). Both are learned by watching the tables in the model's
+own forward, and told the packed positions from then on.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PositionTable", "find_tables", "injected", "learn_tables"]
+__all__ = ["PositionTable", "find_tables", "learn_tables", "sequence_bound"]
+
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length",
+                 "max_target_positions")  # fmt: skip
+_UNBOUNDED = 1 << 20
+
+
+def sequence_bound(config: Any) -> tuple[int, str]:
+    """The most tokens of a sequence that a decoder's configuration allows, and why.
+
+    Beyond it there are no positions, or the rotation of a whole batch would change with its longest sequence.
+    """
+    length, reason = _UNBOUNDED, "the configuration names no bound"
+    for name in _LENGTH_NAMES:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            length, reason = value, f"{name} of the model"
+            break
+    for rope in _rotations(config):
+        kind, bound = str(rope.get("rope_type", rope.get("type"))), length
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            bound = int(original or getattr(config, "original_max_position_embeddings", None) or length)
+        if (kind == "longrope" or "dynamic" in kind) and bound <= length:
+            length, reason = bound, f"beyond it, rope type {kind} would change the rotation of the whole batch"
+    chunk = getattr(config, "attention_chunk_size", None)
+    types = getattr(config, "layer_types", None) or ()
+    if isinstance(chunk, int) and "chunked_attention" in types and chunk < length:
+        length, reason = chunk, "attention_chunk_size of the model: beyond it, chunked attention is not implemented"
+    return length, reason
+
+
+def _rotations(config: Any) -> list[dict[str, Any]]:
+    """The rotary parameters: one dictionary, or one for each type of layers."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not isinstance(found, dict):
+        return []
+    return [found, *(nested for nested in found.values() if isinstance(nested, dict))]
 
 
 class PositionTable(NamedTuple):
@@ -33,6 +70,19 @@ class PositionTable(NamedTuple):
     is_flat: bool = False
     offset: int = 0
 
+    def tell(self, positions: Callable[[], Tensor]) -> None:
+        """Give the table these positions [1, T] at every call from now on."""
+
+        def inject(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            told = (positions()[0] if self.is_flat else positions()) + self.offset
+            if self.takes_positions:
+                return args, {**kwargs, "position_ids": told}
+            return (told, *args[1:]), kwargs
+
+        self.module.register_forward_pre_hook(inject, with_kwargs=True)
+
 
 def find_tables(model: nn.Module) -> list[nn.Module]:
     """Find the modules that may be tables of positions, by name."""
@@ -46,7 +96,7 @@ def find_tables(model: nn.Module) -> list[nn.Module]:
 
 def learn_tables(
     tables: list[nn.Module], positions: Tensor, run_own: Callable[[], Any], run_packed: Callable[[], Any]
-) -> list[PositionTable]:
+) -> tuple[list[PositionTable], int]:
     """Compare how the tables are called in the model's own forward and in a packed one.
 
     Args:
@@ -56,14 +106,17 @@ def learn_tables(
         run_packed: runs a packed step.
 
     Returns:
-        the tables that the passed positions do not reach, or reach without their offset.
+        the tables that the passed positions do not reach, or reach without their offset; and how many positions there
+        are in the smallest table.
     """
     own, packed = _watch(tables, run_own), _watch(tables, run_packed)
     learned: list[PositionTable] = []
+    bound = _UNBOUNDED
     for module in tables:
         own_call, packed_call = own.get(id(module)), packed.get(id(module))
         if own_call is None or packed_call is None:
             continue
+        rows = getattr(module, "num_embeddings", _UNBOUNDED)
         parameters = list(inspect.signature(module.forward).parameters)
         if "position_ids" in parameters:
             index = parameters.index("position_ids")
@@ -72,13 +125,16 @@ def learn_tables(
             is_told = _is_index(given) and torch.equal(given.flatten(), positions)
             if not is_by_place and not is_told:
                 learned += _try_shapes(module, own_call)
+            bound = min(bound, rows)
         elif own_call.args and packed_call.args and _is_index(own_call.args[0]) and _is_index(packed_call.args[0]):
             made, used = own_call.args[0], packed_call.args[0]
             offset = int(made.flatten()[0])
             is_counting = torch.equal(made.flatten() - offset, torch.arange(made.numel(), device=made.device))
-            if is_counting and not torch.equal(used.flatten(), positions + offset):
-                learned.append(PositionTable(module, False, is_flat=made.dim() == 1, offset=offset))
-    return learned
+            if is_counting:
+                bound = min(bound, rows - offset)
+                if not torch.equal(used.flatten(), positions + offset):
+                    learned.append(PositionTable(module, False, is_flat=made.dim() == 1, offset=offset))
+    return learned, bound
 
 
 class _Call(NamedTuple):
@@ -121,23 +177,3 @@ def _try_shapes(module: nn.Module, own_call: _Call) -> Iterator[PositionTable]:
         if tried.shape == output.shape and torch.equal(tried, output):
             yield PositionTable(module, True, is_flat)
             return
-
-
-@contextmanager
-def injected(tables: list[PositionTable], positions: Tensor) -> Iterator[None]:
-    """Tell the tables the packed positions [1, T] while inside."""
-    with ExitStack() as stack:
-        for table in tables:
-            handle = table.module.register_forward_pre_hook(_hook(table, positions), with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
-
-
-def _hook(table: PositionTable, positions: Tensor) -> Callable[..., Any]:
-    def inject(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        told = (positions[0] if table.is_flat else positions) + table.offset
-        if table.takes_positions:
-            return args, {**kwargs, "position_ids": told}
-        return (told, *args[1:]), kwargs
-
-    return inject

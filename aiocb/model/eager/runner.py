@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
@@ -22,12 +23,14 @@ from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, pack_linears
 from aiocb.model.kv import PagedCache, choose_cache_size
 from aiocb.model.parity import check_parity as check_parity_of
-from aiocb.records import Records
+from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
-from aiocb.step import CacheLayout, ImmediateRunner, StepPlan, StepResult
+from aiocb.step import CacheLayout, ImmediateRunner, StepEntry, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from aiocb.model.eager.linears import PackedLinears
 
 __all__ = ["TorchRunner"]
 
@@ -36,7 +39,7 @@ class TorchRunner(ImmediateRunner):
     """A `step.Runner` for any causal LM that transformers runs.
 
     Args:
-        model: in eval mode; left as it was found whenever no step runs.
+        model: is never changed; a view of it runs.
         config: page size, blocks, memory and attention are taken from it.
         sampler: called once per step.
         max_model_len: most tokens of a request.
@@ -55,11 +58,15 @@ class TorchRunner(ImmediateRunner):
         max_model_len: int,
         check_parity: bool = True,
     ) -> None:
+        self._model = model
         self._adapter = ModelAdapter(model)
+        self._linears: PackedLinears | None = None
         self._num_threads = config.num_threads
         self._sampler = sampler
-        bound = self._adapter.length_bound
-        self._max_model_len = max_model_len if bound is None else min(max_model_len, bound)
+        self._vocab_size = self._adapter.vocab_size
+        bound, reason = self._adapter.length_bound
+        self._max_model_len = min(max_model_len, bound)
+        self._length = (Choice("max_model_len", str(bound), reason),) if bound < max_model_len else ()
         self._uses_native = False
         self.choices: Sequence[Choice] = ()
         try:
@@ -67,7 +74,7 @@ class TorchRunner(ImmediateRunner):
         except ConfigError as error:
             if config.native is not None or not self._uses_native:
                 raise
-            self._adapter.linears = None
+            self._close_linears()
             self._assemble(dataclasses.replace(config, native=False), check_parity)
             self.choices = (Choice("generic kernels", "off", str(error)), *self.choices)
 
@@ -75,14 +82,16 @@ class TorchRunner(ImmediateRunner):
         """Choose attention and linears, size the cache, and compare with the model's own forward."""
         adapter = self._adapter
         self._backend, attention_choice = choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
-        adapter.linears, linears_choice = pack_linears(adapter.model, self._backend, config)
-        self._uses_native = adapter.linears is not None or self._backend.name == "cpu"
+        self._uses_native = self._backend.name == "cpu"
+        self._linears, linears_choice = pack_linears(adapter.view.model, self._backend, config)
+        self._uses_native |= self._linears is not None
         specs = tuple(adapter.specs.values())
         size = choose_cache_size(self._backend, specs, config, self._max_model_len, adapter.dtype, adapter.device)
-        parity = (check_parity_of(adapter, self._backend, size.page_size),) if check_parity else ()
-        self._records = Records(len({spec.window for spec in specs}))
         self._cache = PagedCache(self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device)
-        self.choices = (attention_choice, linears_choice, *size.choices, *parity)
+        self._records = Records(len(self._cache.layout.groups))
+        weight_format = str(adapter.dtype).removeprefix("torch.")
+        parity = (check_parity_of(self._model, self, weight_format),) if check_parity else ()
+        self.choices = (*self._length, attention_choice, linears_choice, *size.choices, *parity)
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -92,7 +101,7 @@ class TorchRunner(ImmediateRunner):
     @property
     def vocab_size(self) -> int:
         """Rows of the logits."""
-        return self._adapter.vocab_size
+        return self._vocab_size
 
     @property
     def max_model_len(self) -> int:
@@ -102,7 +111,7 @@ class TorchRunner(ImmediateRunner):
     @property
     def device_type(self) -> str:
         """Where the model is."""
-        return self._adapter.device.type
+        return self._model.device.type
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample; see `step.Runner`."""
@@ -114,8 +123,7 @@ class TorchRunner(ImmediateRunner):
         if not plan.entries:
             return StepResult(())
         with torch.inference_mode(), self._threads():
-            logits = self._adapter.run(plan.entries, records, self._backend, self._cache)
-            result = self._sampler(logits, plan.entries, records)
+            result = self._sampler(self.logits(plan.entries, records), plan.entries, records)
         self._records.finish(records, result)
         return result
 
@@ -124,13 +132,17 @@ class TorchRunner(ImmediateRunner):
         self._records.clear()
         self._sampler.forget()
 
+    @torch.inference_mode()
+    def logits(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> Tensor:
+        """Run the model once: writes keys and values; returns logits [N, V]."""
+        return self._adapter.run(entries, records, self._backend, self._cache)
+
     @contextmanager
     def _threads(self) -> Iterator[None]:
         """Hold torch to its share of threads: as configured; one beside native threads, which would wait for it."""
         before = torch.get_num_threads()
-        linears = self._adapter.linears
         wanted = self._num_threads or before
-        if linears is not None and linears.has_own_threads:
+        if self._linears is not None and self._linears.has_own_threads:
             wanted = 1
         if wanted == before:
             yield
@@ -142,13 +154,25 @@ class TorchRunner(ImmediateRunner):
             torch.set_num_threads(before)
 
     def reload_weights(self) -> None:
-        """Pack the weights again: they may have changed while the engine was paused."""
-        if self._adapter.linears is not None:
-            self._adapter.linears.repack()
+        """Look at the model anew: at weights, buffers, hooks and forwards, which may have changed meanwhile.
+
+        Raises:
+            ConfigError: it has become one that cannot be run, or not over the cache that this runner holds.
+        """
+        adapter, before = ModelAdapter(self._model), self._adapter
+        if (adapter.specs, adapter.dtype, adapter.vocab_size) != (before.specs, before.dtype, before.vocab_size):
+            raise ConfigError("the model's layers are not what they were; build a new engine for it")
+        self._adapter = adapter
+        if self._linears is not None:
+            self._linears.repack(adapter.view.model)
 
     def close(self) -> None:
-        """Free the cache. Idempotent; the model is as it was found."""
+        """Free the cache, the packed weights and the view. Idempotent."""
         self._cache.close()
-        if self._adapter.linears is not None:
-            self._adapter.linears.close()
-            self._adapter.linears = None
+        self._close_linears()
+        self.__dict__.pop("_adapter", None)
+
+    def _close_linears(self) -> None:
+        if self._linears is not None:
+            self._linears.close()
+            self._linears = None

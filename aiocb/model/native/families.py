@@ -3,11 +3,13 @@
 A family is a row of a table: where its norms sit, how its MLP and its projections are stored. Everything that can be
 read from the loaded module (weights, biases, rotary frequencies, activation, scaling) is read from there and not from
 the config, so that a value which transformers adjusts at load is not missed. Whatever is not understood is a reason to
-take the generic path, never a guess.
+take the generic path, never a guess; so is whatever somebody has hung on a module or put in its place (hooks, patched
+forwards, parametrizations, adapters), because the native step calls no module.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -171,7 +173,7 @@ def describe(model: nn.Module) -> ModelDescription | str:
         return _describe(model)
     except Unsupported as reason:
         return str(reason)
-    except AttributeError as error:  # the module is not built as this table believes
+    except (AttributeError, TypeError, ValueError, LookupError) as error:  # not built as this table believes
         return f"unexpected module structure: {error}"
 
 
@@ -182,6 +184,7 @@ def _require(condition: bool, reason: str) -> None:
 
 def _describe(model: Any) -> ModelDescription:
     import torch
+    from torch import nn
 
     config = model.config
     family = FAMILIES.get(config.model_type)
@@ -191,9 +194,11 @@ def _describe(model: Any) -> ModelDescription:
         type(model).__name__ == family.class_name and type(model).__module__.startswith("transformers.models."),
         f"{type(model).__name__} is not transformers' {family.class_name}",
     )
+    _require_untouched(model)
     dtypes = {parameter.dtype for parameter in model.parameters()}
     _require(dtypes in ({torch.bfloat16}, {torch.float32}), f"weights are {sorted(map(str, dtypes))}")
     _require(all(p.device.type == "cpu" for p in model.parameters()), "weights are not on the CPU")
+    _require(all(type(p.data) is torch.Tensor for p in model.parameters()), "weights are no plain tensors")
 
     backbone = getattr(model, family.backbone)
     heads = config.num_attention_heads
@@ -213,11 +218,15 @@ def _describe(model: Any) -> ModelDescription:
         embedding.weight.shape[0] >= head.weight.shape[0] and embedding.weight.shape[1] == config.hidden_size,
         "the embedding has fewer rows than the output, or another width than the model",
     )
+    _require(embedding.max_norm is None, "the embedding renormalises its rows")
     scale = getattr(embedding, "embed_scale", None)
     layers = [
         _layer(config, family, layer, index, heads, kv_heads, head_dim, rope_of_type, qk_norm)
         for index, layer in enumerate(backbone.layers)
     ]
+    norms = [module for module in backbone.modules() if "norm" in type(module).__name__.lower()]
+    _require(len({_epsilon(norm) for norm in norms}) == 1, "norms with different epsilons")
+    _require(all(isinstance(norm, nn.LayerNorm) == family.is_layer_norm for norm in norms), "norms of another kind")
     shapes = {(x.gate_up.shape, x.num_chosen, x.is_renormalised) for x in (y.experts for y in layers) if x is not None}
     _require(len(shapes) <= 1, "layers with different experts")
     widths = [layer.down.weight.shape[1] for layer in layers if layer.down is not None]
@@ -250,6 +259,34 @@ def _describe(model: Any) -> ModelDescription:
         layers=layers,
         max_position_embeddings=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
     )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CAPTURE = "transformers.utils.output_capturing"
+"""Whose hooks stay on a model that was once asked for its hidden states, and do nothing unless it is again."""
+
+
+def _require_untouched(model: Any) -> None:
+    """Require that every module does what its class in transformers or torch does."""
+    from torch.nn.modules import module as torch_modules
+
+    own = type(model).__module__
+    _require(not any(getattr(torch_modules, f"_global{kind}") for kind in _HOOKS), "there are global module hooks")
+    for name, module in model.named_modules():
+        kind, label = type(module), name or "the model"
+        hooks = [hook for kind_of_hook in _HOOKS for hook in getattr(module, kind_of_hook).values()]
+        _require(all(getattr(hook, "__module__", "") == _CAPTURE for hook in hooks), f"{label} has hooks")
+        _require("parametrizations" not in module._modules, f"{label} is parametrized")
+        patched = [key for key in vars(module) if inspect.isfunction(getattr(kind, key, None))]
+        _require(not patched, f"{', '.join(patched)} of {label} is patched")
+        _require(
+            kind.__module__ in (own, "transformers.activations") or kind.__module__.startswith("torch.nn.modules."),
+            f"{label} is a {kind.__name__} of {kind.__module__}",
+        )
+        source = str(inspect.unwrap(kind.forward).__globals__["__name__"])
+        direct = str(kind.forward.__globals__["__name__"])
+        is_own = all(each.partition(".")[0] in ("torch", "transformers") for each in (source, direct))
+        _require(is_own, f"forward of {kind.__name__} is patched")
 
 
 def _layer(
@@ -302,7 +339,6 @@ def _projection(linear: Any) -> Projection:
     from torch import nn
 
     _require(type(linear) is nn.Linear, f"a projection is {type(linear).__name__}, not a plain Linear")
-    _require(not linear._forward_hooks and not linear._forward_pre_hooks, "a projection has forward hooks")
     return Projection(linear.weight, linear.bias)
 
 
@@ -338,8 +374,6 @@ def _mlp(family: Family, mlp: Any) -> tuple[Projection | None, Projection | None
 def _experts(config: Any, block: Any) -> Experts:
     router = getattr(block, "gate", None) or block.router
     experts = block.experts
-    for module in (block, router, experts):
-        _require(not module._forward_hooks and not module._forward_pre_hooks, "a mixture of experts has forward hooks")
     gate_up, down = experts.gate_up_proj, experts.down_proj
     count, hidden, size = down.shape
     _require(
@@ -409,11 +443,19 @@ def _ropes(rotary: Any) -> tuple[list[tuple[Tensor, float]], dict[str, int]]:
     return ropes, {name: index for index, name in enumerate(kinds)}
 
 
-def _activation(module: Callable[[Tensor], Tensor]) -> str:
-    """Recognise the function by its values: transformers has several names and classes for each."""
+def _activation(function: Callable[[Tensor], Tensor]) -> str:
+    """Recognise the function by its values: transformers has several names and classes for each.
+
+    Far from 0 too, because many a function is another one with its ends cut off.
+    """
     import torch
 
-    x = torch.linspace(-6.0, 6.0, 97, dtype=torch.float64)
+    _require(
+        str(getattr(function, "__module__", None)).partition(".")[0] in ("torch", "transformers", "None"),
+        f"activation {function!r} is neither torch's nor transformers'",
+    )
+    ends = torch.logspace(-30.0, 18.0, 97, dtype=torch.float64)
+    x = torch.cat([torch.linspace(-12.0, 12.0, 385, dtype=torch.float64), ends, -ends])
     cubic = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
     candidates = {
         "silu": x * torch.sigmoid(x),
@@ -423,8 +465,8 @@ def _activation(module: Callable[[Tensor], Tensor]) -> str:
         "relu2": torch.relu(x) ** 2,
     }
     with torch.no_grad():
-        actual = module(x.float()).double()
+        actual = function(x.float()).double()
     for name, expected in candidates.items():
-        if torch.allclose(actual, expected, rtol=0.0, atol=2e-6):
+        if torch.allclose(actual, expected, rtol=2e-6, atol=2e-6):
             return name
-    raise Unsupported(f"activation {type(module).__name__}")
+    raise Unsupported(f"activation {type(function).__name__}")
