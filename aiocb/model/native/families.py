@@ -9,10 +9,10 @@ forwards, parametrizations, adapters), because the native step calls no module.
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiocb.model.native.inspection import Unsupported, activation_of, require, require_untouched
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -90,10 +90,6 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-class Unsupported(Exception):
-    """Raised inside this module only; `describe` turns it into its reason."""
-
-
 class Projection(NamedTuple):
     """A weight [N, K] (row per output) and its bias [N]."""
 
@@ -168,7 +164,10 @@ class ModelDescription(NamedTuple):
 
 
 def describe(model: nn.Module) -> ModelDescription | str:
-    """Read a loaded causal LM; return the reason when the native step cannot run it."""
+    """Read a loaded causal LM; return the reason when the native step cannot run it.
+
+    What somebody does to the model later is seen when it is read again.
+    """
     try:
         return _describe(model)
     except Unsupported as reason:
@@ -177,36 +176,31 @@ def describe(model: nn.Module) -> ModelDescription | str:
         return f"unexpected module structure: {error}"
 
 
-def _require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise Unsupported(reason)
-
-
 def _describe(model: Any) -> ModelDescription:
     import torch
     from torch import nn
 
     config = model.config
     family = FAMILIES.get(config.model_type)
-    _require(family is not None, f"architecture {config.model_type!r} has no native description")
+    require(family is not None, f"architecture {config.model_type!r} has no native description")
     assert family is not None
-    _require(
+    require(
         type(model).__name__ == family.class_name and type(model).__module__.startswith("transformers.models."),
         f"{type(model).__name__} is not transformers' {family.class_name}",
     )
-    _require_untouched(model)
+    require_untouched(model)
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    _require(dtypes in ({torch.bfloat16}, {torch.float32}), f"weights are {sorted(map(str, dtypes))}")
-    _require(all(p.device.type == "cpu" for p in model.parameters()), "weights are not on the CPU")
-    _require(all(type(p.data) is torch.Tensor for p in model.parameters()), "weights are no plain tensors")
+    require(dtypes in ({torch.bfloat16}, {torch.float32}), f"weights are {sorted(map(str, dtypes))}")
+    require(all(p.device.type == "cpu" for p in model.parameters()), "weights are not on the CPU")
+    require(all(type(p.data) is torch.Tensor for p in model.parameters()), "weights are no plain tensors")
 
     backbone = getattr(model, family.backbone)
     heads = config.num_attention_heads
     kv_heads = (getattr(config, "num_key_value_heads", None) if family.qkv != "interleaved" else None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    _require(head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM, f"head dim {head_dim} is not a multiple of 16 up to 256")
-    _require(config.hidden_size % 2 == 0, "the hidden size is odd")
-    _require(getattr(config, "clip_qkv", None) is None, "queries, keys and values are clipped")
+    require(head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM, f"head dim {head_dim} is not a multiple of 16 up to 256")
+    require(config.hidden_size % 2 == 0, "the hidden size is odd")
+    require(getattr(config, "clip_qkv", None) is None, "queries, keys and values are clipped")
 
     ropes, rope_of_type = _ropes(backbone.rotary_emb)
     first = getattr(backbone.layers[0], family.attention)
@@ -214,21 +208,21 @@ def _describe(model: Any) -> ModelDescription:
     embedding = getattr(backbone, "embed_in", None) or backbone.embed_tokens
     final = getattr(backbone, "final_layer_norm", None) or backbone.norm
     head = model.get_output_embeddings()
-    _require(
+    require(
         embedding.weight.shape[0] >= head.weight.shape[0] and embedding.weight.shape[1] == config.hidden_size,
         "the embedding has fewer rows than the output, or another width than the model",
     )
-    _require(embedding.max_norm is None, "the embedding renormalises its rows")
+    require(embedding.max_norm is None, "the embedding renormalises its rows")
     scale = getattr(embedding, "embed_scale", None)
     layers = [
         _layer(config, family, layer, index, heads, kv_heads, head_dim, rope_of_type, qk_norm)
         for index, layer in enumerate(backbone.layers)
     ]
     norms = [module for module in backbone.modules() if "norm" in type(module).__name__.lower()]
-    _require(len({_epsilon(norm) for norm in norms}) == 1, "norms with different epsilons")
-    _require(all(isinstance(norm, nn.LayerNorm) == family.is_layer_norm for norm in norms), "norms of another kind")
+    require(len({_epsilon(norm) for norm in norms}) == 1, "norms with different epsilons")
+    require(all(isinstance(norm, nn.LayerNorm) == family.is_layer_norm for norm in norms), "norms of another kind")
     shapes = {(x.gate_up.shape, x.num_chosen, x.is_renormalised) for x in (y.experts for y in layers) if x is not None}
-    _require(len(shapes) <= 1, "layers with different experts")
+    require(len(shapes) <= 1, "layers with different experts")
     widths = [layer.down.weight.shape[1] for layer in layers if layer.down is not None]
     return ModelDescription(
         family=config.model_type,
@@ -261,34 +255,6 @@ def _describe(model: Any) -> ModelDescription:
     )
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CAPTURE = "transformers.utils.output_capturing"
-"""Whose hooks stay on a model that was once asked for its hidden states, and do nothing unless it is again."""
-
-
-def _require_untouched(model: Any) -> None:
-    """Require that every module does what its class in transformers or torch does."""
-    from torch.nn.modules import module as torch_modules
-
-    own = type(model).__module__
-    _require(not any(getattr(torch_modules, f"_global{kind}") for kind in _HOOKS), "there are global module hooks")
-    for name, module in model.named_modules():
-        kind, label = type(module), name or "the model"
-        hooks = [hook for kind_of_hook in _HOOKS for hook in getattr(module, kind_of_hook).values()]
-        _require(all(getattr(hook, "__module__", "") == _CAPTURE for hook in hooks), f"{label} has hooks")
-        _require("parametrizations" not in module._modules, f"{label} is parametrized")
-        patched = [key for key in vars(module) if inspect.isfunction(getattr(kind, key, None))]
-        _require(not patched, f"{', '.join(patched)} of {label} is patched")
-        _require(
-            kind.__module__ in (own, "transformers.activations") or kind.__module__.startswith("torch.nn.modules."),
-            f"{label} is a {kind.__name__} of {kind.__module__}",
-        )
-        source = str(inspect.unwrap(kind.forward).__globals__["__name__"])
-        direct = str(kind.forward.__globals__["__name__"])
-        is_own = all(each.partition(".")[0] in ("torch", "transformers") for each in (source, direct))
-        _require(is_own, f"forward of {kind.__name__} is patched")
-
-
 def _layer(
     config: Any,
     family: Family,
@@ -315,11 +281,11 @@ def _layer(
         vectors["k"] = attention.k_norm.weight.float() + family.norm_offset
     types = getattr(config, "layer_types", None)
     layer_type = types[index] if types else "full_attention"
-    _require(layer_type in ("full_attention", "sliding_attention"), f"layer type {layer_type!r}")
+    require(layer_type in ("full_attention", "sliding_attention"), f"layer type {layer_type!r}")
     window = getattr(config, "sliding_window", None) if family.has_window else None
     if types and layer_type == "full_attention":
         window = None
-    _require(not types or layer_type == "full_attention" or window is not None, "a sliding layer without a window")
+    require(not types or layer_type == "full_attention" or window is not None, "a sliding layer without a window")
     rotates = bool(getattr(attention, "use_rope", True)) and bool(rope_of_type)
     return LayerDescription(
         qkv=_qkv(family, attention, heads, kv_heads, head_dim),
@@ -338,7 +304,7 @@ def _layer(
 def _projection(linear: Any) -> Projection:
     from torch import nn
 
-    _require(type(linear) is nn.Linear, f"a projection is {type(linear).__name__}, not a plain Linear")
+    require(type(linear) is nn.Linear, f"a projection is {type(linear).__name__}, not a plain Linear")
     return Projection(linear.weight, linear.bias)
 
 
@@ -352,7 +318,7 @@ def _qkv(family: Family, attention: Any, heads: int, kv_heads: int, head_dim: in
         return (Projection(weight, bias),)
     parts = tuple(_projection(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
     expected = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    _require([part.weight.shape[0] for part in parts] == expected, "projections do not match the heads of the config")
+    require([part.weight.shape[0] for part in parts] == expected, "projections do not match the heads of the config")
     return parts
 
 
@@ -364,7 +330,7 @@ def _mlp(family: Family, mlp: Any) -> tuple[Projection | None, Projection | None
     if family.mlp == "fused":
         fused = _projection(mlp.gate_up_proj)
         half = fused.weight.shape[0] // 2
-        _require(fused.bias is None, "a fused MLP with a bias")
+        require(fused.bias is None, "a fused MLP with a bias")
         return Projection(fused.weight[:half], None), Projection(fused.weight[half:], None), _projection(mlp.down_proj)
     if family.mlp == "c_fc":
         return None, _projection(mlp.c_fc), _projection(mlp.c_proj)
@@ -376,7 +342,7 @@ def _experts(config: Any, block: Any) -> Experts:
     experts = block.experts
     gate_up, down = experts.gate_up_proj, experts.down_proj
     count, hidden, size = down.shape
-    _require(
+    require(
         router.weight.shape == (count, config.hidden_size)
         and hidden == config.hidden_size
         and gate_up.shape == (count, 2 * size, hidden)
@@ -388,11 +354,11 @@ def _experts(config: Any, block: Any) -> Experts:
     odd += [name for name in ("has_post_expert_norm", "_is_expert_parallel") if getattr(experts, name, False)]
     names = {name for module in (router, experts) for name, _ in module.named_parameters()}
     odd += sorted(names - {"weight", "gate_up_proj", "down_proj"})
-    _require(not odd, f"experts with {', '.join(odd)}")
+    require(not odd, f"experts with {', '.join(odd)}")
     shared_gate = None
     if hasattr(block, "shared_expert"):
         gate = _projection(block.shared_expert_gate)
-        _require(gate.weight.shape == (1, hidden) and gate.bias is None, "an unexpected gate of the shared expert")
+        require(gate.weight.shape == (1, hidden) and gate.bias is None, "an unexpected gate of the shared expert")
         shared_gate = gate.weight
     # Mixtral and Granite know no other way than to let the chosen weights add up to one.
     is_renormalised = bool(getattr(router, "norm_topk_prob", True))
@@ -403,8 +369,8 @@ def _common_activation(family: Family, layers: Any) -> str:
     mlps = [getattr(layer, family.mlp_name) for layer in layers]
     parts = [getattr(mlp, name, None) for mlp in mlps for name in ("experts", "shared_expert")]
     functions = [getattr(part, name, None) for part in (*mlps, *parts) for name in ("act_fn", "activation_fn", "act")]
-    names = {_activation(function) for function in functions if function is not None}
-    _require(len(names) == 1, "MLPs with different activations")
+    names = {activation_of(function) for function in functions if function is not None}
+    require(len(names) == 1, "MLPs with different activations")
     return names.pop()
 
 
@@ -422,7 +388,7 @@ def _epsilon(norm: Any) -> float:
 
 def _qk_norm(attention: Any, head_dim: int) -> int:
     if not hasattr(attention, "q_norm"):
-        _require(not getattr(attention, "qk_layernorm", False), "layer norm on queries and keys")
+        require(not getattr(attention, "qk_layernorm", False), "layer norm on queries and keys")
         return 0
     return 1 if attention.q_norm.weight.numel() == head_dim else 2
 
@@ -434,39 +400,10 @@ def _ropes(rotary: Any) -> tuple[list[tuple[Tensor, float]], dict[str, int]]:
     )
     ropes: list[tuple[Tensor, float]] = []
     for name, kind in kinds.items():
-        _require(kind in ("default", "linear", "llama3", "yarn"), f"rotary embedding of type {kind!r}")
+        require(kind in ("default", "linear", "llama3", "yarn"), f"rotary embedding of type {kind!r}")
         prefix = f"{name}_" if name else ""
         ropes.append(
             (getattr(rotary, f"{prefix}inv_freq").float(), float(getattr(rotary, f"{prefix}attention_scaling")))
         )
-    _require(len({len(frequencies) for frequencies, _ in ropes}) == 1, "rotary tables of different sizes")
+    require(len({len(frequencies) for frequencies, _ in ropes}) == 1, "rotary tables of different sizes")
     return ropes, {name: index for index, name in enumerate(kinds)}
-
-
-def _activation(function: Callable[[Tensor], Tensor]) -> str:
-    """Recognise the function by its values: transformers has several names and classes for each.
-
-    Far from 0 too, because many a function is another one with its ends cut off.
-    """
-    import torch
-
-    _require(
-        str(getattr(function, "__module__", None)).partition(".")[0] in ("torch", "transformers", "None"),
-        f"activation {function!r} is neither torch's nor transformers'",
-    )
-    ends = torch.logspace(-30.0, 18.0, 97, dtype=torch.float64)
-    x = torch.cat([torch.linspace(-12.0, 12.0, 385, dtype=torch.float64), ends, -ends])
-    cubic = math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)
-    candidates = {
-        "silu": x * torch.sigmoid(x),
-        "gelu_tanh": 0.5 * x * (1.0 + torch.tanh(cubic)),
-        "gelu": 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0))),
-        "relu": torch.relu(x),
-        "relu2": torch.relu(x) ** 2,
-    }
-    with torch.no_grad():
-        actual = function(x.float()).double()
-    for name, expected in candidates.items():
-        if torch.allclose(actual, expected, rtol=2e-6, atol=2e-6):
-            return name
-    raise Unsupported(f"activation {type(function).__name__}")
