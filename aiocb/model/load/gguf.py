@@ -1,7 +1,7 @@
 """GGUF files: dequantised once to a chosen dtype, kept on disk, loaded back without the slow paths.
 
-The cache holds one folder per (file, dtype): `config.json`, `generation_config.json`, the tokenizer's files, and
-`weights.safetensors` with the model's own state dict. A folder appears by one rename, so it is whole or not there.
+The cache holds one sealed folder per (content, dtype): `config.json`, `generation_config.json`, the tokenizer's files,
+and `weights.safetensors` with the model's own state dict and, where the file changes them, its rotary frequencies.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
-import os
+import logging
 import shutil
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,16 +21,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from aiocb import files
 from aiocb.errors import ConfigError
+from aiocb.model.load.gguf_file import GgufFile, read_gguf
+from aiocb.model.load.gguf_keys import amend_config, check_keys, frequency_factors, generation_values, is_unused
+from aiocb.model.load.gguf_tokenizer import build_tokenizer, wrong_sample
+from aiocb.model.load.problems import explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["WEIGHTS", "GgufSource", "cache_dir", "find_package", "folder_of", "load_gguf"]
+__all__ = ["WEIGHTS", "GgufSource", "find_package", "folder_of", "is_whole", "load_gguf"]
 
-FORMAT = 2
+logger = logging.getLogger("aiocb.model")
+
+FORMAT = 3
 WEIGHTS = "weights.safetensors"
-_SAMPLE_BYTES = 1 << 16
 
 Progress = Callable[[str, float], None]
 
@@ -93,120 +98,190 @@ def _package_folder(name: str) -> Path | None:
     return Path(next(iter(locations))) if locations else None
 
 
-def cache_dir() -> Path:
-    """Folder for converted weights: `$AIOCB_CACHE`, else the platform's per-user cache."""
-    configured = os.environ.get("AIOCB_CACHE")
-    if configured:
-        return Path(configured).expanduser()
-    try:
-        import platformdirs
-    except ImportError:
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "aiocb"
-        if sys.platform == "win32":
-            return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "aiocb" / "Cache"
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aiocb"
-    return Path(platformdirs.user_cache_dir("aiocb", appauthor=False))
-
-
 def folder_of(source: GgufSource, dtype: torch.dtype) -> Path:
-    """Where the converted weights of a file are, or will be.
+    """Where the converted weights of a file are, or will be: named by all of its content.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    return cache_dir() / "gguf" / _key(source.parts, source.label, dtype)
+    with explained(f"read {source.label}"):
+        contents = " ".join(files.digest(part) for part in source.parts)
+    digest = hashlib.blake2b(contents.encode(), digest_size=12).hexdigest()
+    name = str(dtype).removeprefix("torch.")
+    stem = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in source.parts[0].stem)
+    return files.cache_dir() / "gguf" / f"{stem[:48]}-{name}-{digest}"
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether converted weights are there, undamaged and made by this version.
+
+    Raises:
+        ConfigError: they are there and cannot be read.
+    """
+    return _flaw(folder) is None
 
 
 def load_gguf(source: GgufSource, folder: Path, dtype: torch.dtype, progress: Progress) -> tuple[PreTrainedModel, Any]:
-    """Load a GGUF model from its folder, converting it on the first use: model (on the CPU) and tokenizer (or None).
+    """Load a GGUF model from its folder, converting it on the first use: model (on the CPU) and tokenizer.
 
     Raises:
-        ConfigError: the file is missing, broken, or of a kind that transformers cannot convert.
+        ConfigError: the file is missing, broken, says what is not supported, or the machine has no room for it.
     """
-    if not (folder / WEIGHTS).is_file():
-        _convert(source, dtype, folder, progress)
+    if not is_whole(folder):
+        with explained(f"keep {source.label} in {folder.parent} (AIOCB_CACHE names another)"), files.locked(folder):
+            flaw = _flaw(folder)  # another process may have made it while this one waited
+            if flaw:
+                logger.warning("the converted weights of %s are made again: %s", source.label, flaw)
+            if flaw is not None:
+                _convert(source, dtype, folder, progress)
     progress("load", 0.0)
-    try:
-        loaded = _load_folder(folder, dtype)
-    except Exception:
-        # A damaged cache is made anew, once.
-        shutil.rmtree(folder, ignore_errors=True)
-        _convert(source, dtype, folder, progress)
+    with explained(f"load {folder}"):
         loaded = _load_folder(folder, dtype)
     progress("load", 1.0)
     return loaded
 
 
-def _key(parts: Sequence[Path], label: str, dtype: torch.dtype) -> str:
-    """Name the folder by what identifies the weights: sizes, times, and both ends of each file."""
-    digest = hashlib.blake2b(digest_size=12)
-    digest.update(f"{FORMAT} {dtype}".encode())
-    for part in parts:
-        try:
-            status = part.stat()
-            digest.update(f" {status.st_size} {status.st_mtime_ns} ".encode())
-            with part.open("rb") as file:
-                digest.update(file.read(_SAMPLE_BYTES))
-                file.seek(max(status.st_size - _SAMPLE_BYTES, 0))
-                digest.update(file.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise ConfigError(f"cannot read {label}: {error}") from error
-    name = str(dtype).removeprefix("torch.")
-    stem = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in parts[0].stem)
-    return f"{stem[:48]}-{name}-{digest.hexdigest()}"
+def _maker() -> str:
+    return f"format {FORMAT}, transformers {importlib.metadata.version('transformers')}"
+
+
+def _flaw(folder: Path) -> str | None:
+    with explained(f"read {folder}"):
+        return files.flaw(folder, _maker())
 
 
 def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Progress) -> None:
-    """Dequantise into `folder`, by way of a scratch folder and one rename."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
+    """Dequantise into `folder`, whose lock is held."""
     progress("convert", 0.0)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder.parent))
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder.parent}: {error}; set AIOCB_CACHE to a folder") from error
-    try:
+    with files.make_folder(folder, _maker()) as scratch:
         with source.open_file(scratch) as path, _no_bar():
-            options = {"gguf_file": path.name}
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
+            file = read_gguf(path)
+            check_keys(file)
+            _check_room(file, folder, dtype)
+            build_tokenizer(file).save_pretrained(scratch)
             progress("convert", 0.3)
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path.parent), dtype=dtype, quantization_config=GgufConfig(dequantize=True), **options
-            )
+            try:
+                model = _dequantised(file, dtype)
+            except (ConfigError, MemoryError, OSError):
+                raise
+            except Exception as error:
+                raise ConfigError(f"cannot convert {source.label}: {type(error).__name__}: {error}") from error
         progress("convert", 0.9)
-        config: Any = model.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(scratch)
-        model.generation_config.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        seen: set[int] = set()
-        weights = {}
-        for name, tensor in model.state_dict().items():
-            # Tied weights are stored once and tied again after loading.
-            if tensor.data_ptr() in seen:
-                continue
-            seen.add(tensor.data_ptr())
-            weights[name] = tensor.contiguous()
-        save_file(weights, scratch / WEIGHTS)
-        try:
-            scratch.rename(folder)
-        except OSError:
-            # Another process was faster, or a damaged folder is in the way.
-            if not (folder / WEIGHTS).is_file():
-                shutil.rmtree(folder, ignore_errors=True)
-                scratch.rename(folder)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"cannot convert {source.label}: {type(error).__name__}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        _write(model, file, scratch)
+    _remove_old(folder.parent)
     progress("convert", 1.0)
+
+
+def _check_room(file: GgufFile, folder: Path, dtype: torch.dtype) -> None:
+    needed, free = file.num_weights * dtype.itemsize, shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise ConfigError(
+            f"{file.path} takes {needed / 2**30:.1f} GiB as {dtype}, and {folder.parent} has {free / 2**30:.1f} GiB "
+            "left: make room, or set AIOCB_CACHE to a folder on another disk"
+        )
+
+
+def _dequantised(file: GgufFile, dtype: torch.dtype) -> Any:
+    """Let transformers make the module, of a configuration that says all the file says; nothing is dropped."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+    options: dict[str, Any] = {"gguf_file": file.path.name}
+    config = AutoConfig.from_pretrained(str(file.path.parent), **options)
+    amend_config(config, file)
+    auto: Any = AutoModelForCausalLM
+    model, report = auto.from_pretrained(
+        str(file.path.parent),
+        config=config,
+        dtype=dtype,
+        quantization_config=GgufConfig(dequantize=True),
+        output_loading_info=True,
+        **options,
+    )
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    missing = sorted(set(report["missing_keys"]) - tied)
+    if missing:
+        raise ConfigError(f"{file.path} has no weights for {_some(missing)} of {type(model).__name__}")
+    unused = sorted(name for name in _unread(file, model, report) if not is_unused(file, name))
+    if unused:
+        raise ConfigError(
+            f"{file.path} has tensors that {type(model).__name__} has no place for: {_some(unused)}. "
+            "Its answers would be wrong without them; name the original model instead"
+        )
+    _set_frequencies(model, file)
+    return model
+
+
+def _unread(file: GgufFile, model: Any, report: Any) -> set[str]:
+    """Tensors of the file that the conversion did not use."""
+    factors = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+    names = set(file.tensors) - factors
+    from transformers import modeling_gguf_pytorch_utils as conversion
+    from transformers.integrations import gguf as direct
+
+    if file.architecture in getattr(direct, "GGUF_ARCHS", ()):
+        return names & set(report["unexpected_keys"])
+    # The older conversion skips what it cannot name without a word, so its names are asked for.
+    helpers: Any = conversion
+    kind = helpers.TENSOR_PROCESSORS.get(file.architecture, helpers.TensorProcessor)
+    known = helpers.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
+    return {name for name in names if name not in known and name.removesuffix(".weight") not in known}
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _set_frequencies(model: Any, file: GgufFile) -> None:
+    """Check the rotary frequencies against the file, and divide them by its factors."""
+    rotaries = [module for module in model.modules() if "inv_freq" in module._buffers]
+    factors = frequency_factors(file)
+    if factors is not None and not rotaries:
+        raise ConfigError(f"{file.path}: {type(model).__name__} has no place for the tensor rope_freqs.weight")
+    for rotary in rotaries:
+        size = len(rotary.inv_freq)
+        dims = file.said("rope.dimension_count", 2 * size)
+        if dims != 2 * size or len(factors or range(size)) != size:
+            raise ConfigError(
+                f"{file.path}: {type(model).__name__} rotates {2 * size} dimensions, rope.dimension_count is {dims} "
+                f"and rope_freqs.weight has {len(factors or ())} factors"
+            )
+        if factors is not None:
+            rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
+
+
+def _write(model: Any, file: GgufFile, scratch: Path) -> None:
+    """Write the module's configuration and weights, and see that the tokenizer does what its kind must do."""
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer
+
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(scratch)
+    model.generation_config.update(**generation_values(file))
+    model.generation_config.save_pretrained(scratch)
+    wrong = wrong_sample(AutoTokenizer.from_pretrained(scratch), file)
+    if wrong is not None:
+        raise ConfigError(f"{file.path}: the tokenizer that was made of it does not fit its kind: {wrong}")
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        # Tied weights are stored once and tied again after loading.
+        if tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        weights[name] = tensor.contiguous()
+    # They are no part of a state dict, and a file may change them.
+    weights |= {name: tensor for name, tensor in model.named_buffers() if name.endswith(".inv_freq")}
+    save_file(weights, scratch / WEIGHTS)
+
+
+def _remove_old(parent: Path) -> None:
+    """Remove folders of earlier formats, which had no seal; nothing else lies there that looks like one."""
+    for folder in parent.iterdir():
+        if (folder / WEIGHTS).is_file() and (folder / "config.json").is_file() and not (folder / "seal.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 _no_bar_lock = threading.Lock()  # held while a file is converted: two at once would take as long
@@ -245,6 +320,10 @@ def _load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    for name in [name for name in unexpected if name.endswith(".inv_freq")]:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.register_buffer("inv_freq", weights[name], persistent=False)
+        unexpected.remove(name)
     if unexpected or set(missing) - tied:
         raise ConfigError(f"{folder} does not match {type(model).__name__}")
     model.requires_grad_(False)
