@@ -87,6 +87,8 @@ def flaw(folder: Path, maker: str) -> str | None:
         for name, expected in seal["files"].items():
             if checksum(folder / name) != expected:
                 return f"{name} is damaged"
+    except NotADirectoryError:
+        return ""
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing" if folder.is_dir() else ""
     except (ValueError, LookupError, TypeError):

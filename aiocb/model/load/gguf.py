@@ -14,8 +14,7 @@ import importlib.util
 import json
 import logging
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,9 +22,7 @@ import torch
 
 from aiocb import files
 from aiocb.errors import ConfigError
-from aiocb.model.load.gguf_file import GgufFile, read_gguf
-from aiocb.model.load.gguf_keys import amend_config, check_keys, frequency_factors, generation_values, is_unused
-from aiocb.model.load.gguf_tokenizer import build_tokenizer, wrong_sample
+from aiocb.model.load.gguf_convert import WEIGHTS, convert
 from aiocb.model.load.problems import explained
 
 if TYPE_CHECKING:
@@ -36,7 +33,6 @@ __all__ = ["WEIGHTS", "GgufSource", "find_package", "folder_of", "is_whole", "lo
 logger = logging.getLogger("aiocb.model")
 
 FORMAT = 3
-WEIGHTS = "weights.safetensors"
 
 Progress = Callable[[str, float], None]
 
@@ -99,7 +95,7 @@ def _package_folder(name: str) -> Path | None:
 
 
 def folder_of(source: GgufSource, dtype: torch.dtype) -> Path:
-    """Where the converted weights of a file are, or will be: named by all of its content.
+    """Where the converted weights of a file are, or will be: named by all of its content and by nothing else.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -108,8 +104,7 @@ def folder_of(source: GgufSource, dtype: torch.dtype) -> Path:
         contents = " ".join(files.digest(part) for part in source.parts)
     digest = hashlib.blake2b(contents.encode(), digest_size=12).hexdigest()
     name = str(dtype).removeprefix("torch.")
-    stem = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in source.parts[0].stem)
-    return files.cache_dir() / "gguf" / f"{stem[:48]}-{name}-{digest}"
+    return files.cache_dir() / "gguf" / f"{digest}-{name}"
 
 
 def is_whole(folder: Path) -> bool:
@@ -153,128 +148,10 @@ def _flaw(folder: Path) -> str | None:
 def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Progress) -> None:
     """Dequantise into `folder`, whose lock is held."""
     progress("convert", 0.0)
-    with files.make_folder(folder, _maker()) as scratch:
-        with source.open_file(scratch) as path, _no_bar():
-            file = read_gguf(path)
-            check_keys(file)
-            _check_room(file, folder, dtype)
-            build_tokenizer(file).save_pretrained(scratch)
-            progress("convert", 0.3)
-            try:
-                model = _dequantised(file, dtype)
-            except (ConfigError, MemoryError, OSError):
-                raise
-            except Exception as error:
-                raise ConfigError(f"cannot convert {source.label}: {type(error).__name__}: {error}") from error
-        progress("convert", 0.9)
-        _write(model, file, scratch)
+    with files.make_folder(folder, _maker()) as scratch, source.open_file(scratch) as path:
+        convert(path, scratch, dtype, progress)
     _remove_old(folder.parent)
     progress("convert", 1.0)
-
-
-def _check_room(file: GgufFile, folder: Path, dtype: torch.dtype) -> None:
-    needed, free = file.num_weights * dtype.itemsize, shutil.disk_usage(folder.parent).free
-    if free < needed:
-        raise ConfigError(
-            f"{file.path} takes {needed / 2**30:.1f} GiB as {dtype}, and {folder.parent} has {free / 2**30:.1f} GiB "
-            "left: make room, or set AIOCB_CACHE to a folder on another disk"
-        )
-
-
-def _dequantised(file: GgufFile, dtype: torch.dtype) -> Any:
-    """Let transformers make the module, of a configuration that says all the file says; nothing is dropped."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
-
-    options: dict[str, Any] = {"gguf_file": file.path.name}
-    config = AutoConfig.from_pretrained(str(file.path.parent), **options)
-    amend_config(config, file)
-    auto: Any = AutoModelForCausalLM
-    model, report = auto.from_pretrained(
-        str(file.path.parent),
-        config=config,
-        dtype=dtype,
-        quantization_config=GgufConfig(dequantize=True),
-        output_loading_info=True,
-        **options,
-    )
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    missing = sorted(set(report["missing_keys"]) - tied)
-    if missing:
-        raise ConfigError(f"{file.path} has no weights for {_some(missing)} of {type(model).__name__}")
-    unused = sorted(name for name in _unread(file, model, report) if not is_unused(file, name))
-    if unused:
-        raise ConfigError(
-            f"{file.path} has tensors that {type(model).__name__} has no place for: {_some(unused)}. "
-            "Its answers would be wrong without them; name the original model instead"
-        )
-    _set_frequencies(model, file)
-    return model
-
-
-def _unread(file: GgufFile, model: Any, report: Any) -> set[str]:
-    """Tensors of the file that the conversion did not use."""
-    factors = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-    names = set(file.tensors) - factors
-    from transformers import modeling_gguf_pytorch_utils as conversion
-    from transformers.integrations import gguf as direct
-
-    if file.architecture in getattr(direct, "GGUF_ARCHS", ()):
-        return names & set(report["unexpected_keys"])
-    # The older conversion skips what it cannot name without a word, so its names are asked for.
-    helpers: Any = conversion
-    kind = helpers.TENSOR_PROCESSORS.get(file.architecture, helpers.TensorProcessor)
-    known = helpers.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
-    return {name for name in names if name not in known and name.removesuffix(".weight") not in known}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _set_frequencies(model: Any, file: GgufFile) -> None:
-    """Check the rotary frequencies against the file, and divide them by its factors."""
-    rotaries = [module for module in model.modules() if "inv_freq" in module._buffers]
-    factors = frequency_factors(file)
-    if factors is not None and not rotaries:
-        raise ConfigError(f"{file.path}: {type(model).__name__} has no place for the tensor rope_freqs.weight")
-    for rotary in rotaries:
-        size = len(rotary.inv_freq)
-        dims = file.said("rope.dimension_count", 2 * size)
-        if dims != 2 * size or len(factors or range(size)) != size:
-            raise ConfigError(
-                f"{file.path}: {type(model).__name__} rotates {2 * size} dimensions, rope.dimension_count is {dims} "
-                f"and rope_freqs.weight has {len(factors or ())} factors"
-            )
-        if factors is not None:
-            rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
-
-
-def _write(model: Any, file: GgufFile, scratch: Path) -> None:
-    """Write the module's configuration and weights, and see that the tokenizer does what its kind must do."""
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer
-
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(scratch)
-    model.generation_config.update(**generation_values(file))
-    model.generation_config.save_pretrained(scratch)
-    wrong = wrong_sample(AutoTokenizer.from_pretrained(scratch), file)
-    if wrong is not None:
-        raise ConfigError(f"{file.path}: the tokenizer that was made of it does not fit its kind: {wrong}")
-    seen: set[int] = set()
-    weights = {}
-    for name, tensor in model.state_dict().items():
-        # Tied weights are stored once and tied again after loading.
-        if tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        weights[name] = tensor.contiguous()
-    # They are no part of a state dict, and a file may change them.
-    weights |= {name: tensor for name, tensor in model.named_buffers() if name.endswith(".inv_freq")}
-    save_file(weights, scratch / WEIGHTS)
 
 
 def _remove_old(parent: Path) -> None:
@@ -282,26 +159,6 @@ def _remove_old(parent: Path) -> None:
     for folder in parent.iterdir():
         if (folder / WEIGHTS).is_file() and (folder / "config.json").is_file() and not (folder / "seal.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-_no_bar_lock = threading.Lock()  # held while a file is converted: two at once would take as long
-
-
-@contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
-    """Without the progress bar that transformers draws whatever its settings say: `progress` reports instead."""
-    from transformers import modeling_gguf_pytorch_utils as module
-
-    drawing: Any = module
-    with _no_bar_lock:
-        original = getattr(drawing, "tqdm", None)
-        if original is not None:
-            drawing.tqdm = lambda tensors, **_: tensors
-        try:
-            yield
-        finally:
-            if original is not None:
-                drawing.tqdm = original
 
 
 def _load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:

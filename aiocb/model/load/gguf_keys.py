@@ -77,10 +77,11 @@ def generation_values(file: GgufFile) -> dict[str, Any]:
     names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
     names |= {name: name for name in ("top_k", "top_p", "min_p")}
     values = {names[name]: _rounded(value) for name, value in sampling.items() if name in names}
-    if values.keys() - {"repetition_penalty"}:
-        values["do_sample"] = values.get("temperature") != 0
     if values.get("temperature") == 0:
-        del values["temperature"]  # transformers takes none that is not positive
+        # transformers takes neither that, nor the others beside greedy decoding.
+        values = {"do_sample": False} | {name: values[name] for name in values if name == "repetition_penalty"}
+    elif values.keys() - {"repetition_penalty"}:
+        values["do_sample"] = True
     ends = end_tokens(file)
     if ends:
         values["eos_token_id"] = ends if len(ends) > 1 else ends[0]
