@@ -77,11 +77,11 @@ class TestGguf:
         assert load(str(gguf_file), dtype=torch.bfloat16, device="cpu").model.dtype == torch.bfloat16
         assert len(folders(gguf_file)) == 2 and not any(folder.name.startswith(".") for folder in folders(gguf_file))
 
-    @pytest.mark.parametrize("place", [-2, -100_000])  # the middle of the file counts too
+    @pytest.mark.parametrize("place", [-8, -100_000])  # the middle of the file counts too
     def test_a_changed_file_is_converted_again(self, gguf_file: Path, place: int) -> None:
         first = load(str(gguf_file), device="cpu")
         content = bytearray(gguf_file.read_bytes())
-        content[place : place + 2] = b"\0\0"
+        content[place : place + 8] = bytes(8)
         gguf_file.write_bytes(content)
         second = load(str(gguf_file), device="cpu")
         assert len(folders(gguf_file)) == 2
@@ -200,7 +200,7 @@ class TestKeptWeights:
 
     def test_a_cache_that_cannot_be_written(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AIOCB_CACHE", str(gguf_file))
-        with pytest.raises(ConfigError, match="cannot keep .* AIOCB_CACHE names another"):
+        with pytest.raises(ConfigError, match=r"cannot keep .*AIOCB_CACHE names another"):
             load(str(gguf_file), device="cpu")
 
     def test_another_version_makes_its_own(
