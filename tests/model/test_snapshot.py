@@ -129,6 +129,7 @@ def test_what_it_says_of_itself(model: Path, no_module: Any) -> None:
     assert before == after
 
 
+@pytest.mark.parametrize("model", ["file", "folder"], indirect=True)
 def test_no_modelling_code_is_imported(model: Path) -> None:
     opened(model)
     program = (
@@ -275,9 +276,7 @@ def test_writers_at_once_leave_a_whole_snapshot(gguf_file: Path, no_module: Any)
     assert found is not None
     stored = snapshot.load(folder, found)
     assert stored is not None
-    assert snapshot.encode(stored.description, load_file(found.weights[0])) is None, (
-        "these are other mappings of the file"
-    )
+    assert snapshot.encode(stored.description, load_file(found.weights[0])) is None, "another mapping of the file"
     one = snapshot.Encoded({"nothing": 1}, {str(index): torch.full((4096,), float(index)) for index in range(8)})
     other = folder.with_name("native-other")
 
