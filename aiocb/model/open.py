@@ -72,16 +72,10 @@ def open_pretrained(
     encoded = _encoded(loaded) if _may_snapshot(config) else None
     runner, choices = build_runner(loaded.model, config, owns_model=True, quantization=quantization)
     # Where the runner took the weights over, what is left is no model that could be used or changed.
-<<<<<<< HEAD
     took_over = isinstance(runner, NativeRunner) and not runner.has_module
     model = None if took_over else loaded.model
-    if isinstance(runner, NativeRunner) and took_over and encoded is not None and loaded.folder is not None:
-        _save(loaded.folder, encoded, defaults, reason, loaded.tokenizer, runner, quantization)
-=======
-    model = loaded.model if getattr(runner, "has_module", True) else None
-    if model is None and encoded is not None:
+    if isinstance(runner, NativeRunner) and took_over and encoded is not None:
         _save(loaded, encoded, defaults, reason, runner, quantization)
->>>>>>> 0412004 (Read GGUF files wholly: every pre-tokenizer, key and tensor is honoured or refused; caches are sealed)
     return Pretrained(runner, defaults, loaded.tokenizer, [*loaded.choices, *choices], model)
 
 
@@ -172,14 +166,8 @@ def _save(
     loaded: loader.LoadedModel,
     encoded: Encoded,
     defaults: ModelDefaults,
-<<<<<<< HEAD
-    reason: str,
-    tokenizer: Any,
-    runner: NativeRunner,
-=======
     length_reason: str,
-    runner: Runner,
->>>>>>> 0412004 (Read GGUF files wholly: every pre-tokenizer, key and tensor is honoured or refused; caches are sealed)
+    runner: NativeRunner,
     quantization: str | None,
 ) -> None:
     from aiocb.kernels import KernelUnavailable
@@ -187,18 +175,11 @@ def _save(
     from aiocb.model.load import snapshot
 
     library = load_kernels()
-<<<<<<< HEAD
-    if not isinstance(library, KernelUnavailable):
-        try:
-            path = snapshot.snapshot_path(folder, library, quantization)
-            snapshot.save(path, encoded, defaults, reason, tokenizer, runner.notes.get("parity", ""))
-=======
     if not isinstance(library, KernelUnavailable) and loaded.found is not None:
-        parity: str = getattr(runner, "parity", "")
         folder = snapshot.snapshot_folder(loaded.found, library, quantization)
+        parity = runner.notes.get("parity", "")
         try:
             snapshot.save(folder, encoded, defaults, length_reason, loaded.tokenizer, loaded.choices, parity)
->>>>>>> 0412004 (Read GGUF files wholly: every pre-tokenizer, key and tensor is honoured or refused; caches are sealed)
         except Exception:
             # A start that has succeeded does not fail for it: the next one only takes longer.
             logger.debug("no snapshot could be written to %s", folder, exc_info=True)

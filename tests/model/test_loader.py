@@ -112,7 +112,12 @@ class TestGguf:
 
     def test_two_at_once_convert_once(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls, convert = [], gguf_module._convert
-        monkeypatch.setattr(gguf_module, "_convert", lambda *args: (calls.append(1), convert(*args)))
+
+        def counted(*args: Any) -> None:
+            calls.append(1)
+            convert(*args)
+
+        monkeypatch.setattr(gguf_module, "_convert", counted)
         threads = [threading.Thread(target=load, args=(str(gguf_file),), kwargs={"device": "cpu"}) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -193,7 +198,7 @@ class TestKeptWeights:
 
     def test_no_room_is_known_before(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         full = shutil.disk_usage(gguf_file.parent)._replace(free=1000)
-        monkeypatch.setattr(gguf_convert.shutil, "disk_usage", lambda _: full)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
         monkeypatch.setattr(gguf_convert, "_dequantised", None)
         with pytest.raises(ConfigError, match=r"takes 0\.0 GiB as torch.bfloat16, .* AIOCB_CACHE"):
             load(str(gguf_file), device="cpu")
