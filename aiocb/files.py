@@ -27,13 +27,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["cache_dir", "checksum", "digest", "flaw", "locked", "make_folder"]
+__all__ = ["SCRATCH", "Lock", "cache_dir", "checksum", "digest", "flaw", "locked", "make_folder", "sweep"]
 
 logger = logging.getLogger("aiocb.files")
 
 _SEAL = "seal.json"
 _INDEX = "digests.json"
-_SCRATCH = ".making-"
+SCRATCH = ".making-"
 _PIECE = 1 << 22
 
 
@@ -106,14 +106,14 @@ def make_folder(folder: Path, maker: str) -> Iterator[Path]:
         OSError: the disk is full or cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
-    scratch = folder.parent / f"{_SCRATCH}{folder.name}"
+    sweep(folder)
+    scratch = folder.parent / f"{SCRATCH}{folder.name}"
     scratch.mkdir()
     try:
         yield scratch
         files = {path.relative_to(scratch).as_posix(): checksum(path) for path in scratch.rglob("*") if path.is_file()}
         (scratch / _SEAL).write_text(json.dumps({"maker": maker, "files": files}), encoding="utf-8")
-        old = folder.parent / f"{_SCRATCH}{folder.name}.old"
+        old = folder.parent / f"{SCRATCH}{folder.name}.old"
         with contextlib.suppress(FileNotFoundError):
             folder.rename(old)
         scratch.rename(folder)
@@ -122,14 +122,13 @@ def make_folder(folder: Path, maker: str) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove scratch folders that nobody works on: one's own, as the caller holds its lock, and those of the dead."""
-    for scratch in folder.parent.glob(f"{_SCRATCH}*"):
-        name = scratch.name.removeprefix(_SCRATCH).removesuffix(".old")
-        owner = _Lock(folder.parent / name)
-        if name == folder.name or owner.try_acquire():
-            shutil.rmtree(scratch, ignore_errors=True)
-        owner.release()
+def sweep(path: Path) -> None:
+    """Remove scratch folders beside `path` that nobody works on: its own (the caller has the lock) and the dead's."""
+    for scratch in path.parent.glob(f"{SCRATCH}*"):
+        name = scratch.name.removeprefix(SCRATCH).removesuffix(".old")
+        with Lock(path.parent / name) as is_free:
+            if name == path.name or is_free:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -140,27 +139,41 @@ def locked(path: Path) -> Iterator[None]:
         OSError: the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = _Lock(path)
-    try:
-        if not lock.try_acquire():
+    lock = Lock(path)
+    with lock as is_free:
+        if not is_free:
             logger.info("waiting for another process that makes %s", path)
             lock.acquire()
         yield
-    finally:
-        lock.release()
 
 
-class _Lock:
-    """An exclusive lock on a file beside `path`; without locks in the system the renames alone have to do."""
+class Lock:
+    """An exclusive lock on a file beside `path`; without locks in the system the renames alone have to do.
+
+    It belongs to the open file: a process that inherits the descriptor holds it on when it was released here.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path.parent / f"{path.name}.lock"
         self._descriptor: int | None = None
 
+    @property
+    def descriptor(self) -> int | None:
+        """The open file, to be inherited; None while the lock is not held."""
+        return self._descriptor
+
+    def __enter__(self) -> bool:
+        return self.try_acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def acquire(self) -> None:
+        """Wait for it."""
         self._flock(0)
 
     def try_acquire(self) -> bool:
+        """Take it when it is free."""
         try:
             self._flock(fcntl.LOCK_NB if fcntl else 0)
         except BlockingIOError:
