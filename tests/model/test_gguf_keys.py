@@ -292,11 +292,17 @@ class TestGeneration:
             {"general.architecture": "llama", "general.sampling.temp": 0.0, "general.sampling.top_k": 40},
             {},
         )
-        assert generation_values(file) == {"do_sample": False}
+        ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        assert generation_values(file) == {"do_sample": False, **ids}
 
     def test_nothing_said_nothing_set(self) -> None:
         values = generation_values(GgufFile(Path("x"), {"general.architecture": "llama", **KEYS}, {}))
-        assert values == {"eos_token_id": 2, "bos_token_id": 1}
+        assert values == {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None}
+
+    def test_no_end_is_made_up(self, cache: Path) -> None:
+        """The class of the configuration has the ids of its first model."""
+        model = loaded(cache, "endless", without=["tokenizer.ggml.eos_token_id", "tokenizer.ggml.bos_token_id"]).model
+        assert model_defaults(model).eos_token_ids == () and model.config.bos_token_id is None
 
 
 class TestReading:

@@ -14,7 +14,7 @@ from aiocb.errors import ConfigError
 from aiocb.model.load import gguf_tokenizer
 from aiocb.model.load.gguf import find_package
 from aiocb.model.load.gguf_file import GgufFile, read_gguf
-from aiocb.model.load.gguf_tokenizer import build_tokenizer, end_tokens, wrong_sample
+from aiocb.model.load.gguf_tokenizer import build_tokenizer, special_ids, wrong_sample
 
 from .gguf_files import KEYS, TOKENS, TURN
 
@@ -185,11 +185,12 @@ class TestFlags:
     def test_end_tokens(self) -> None:
         tokens = [*TOKENS[:-1], "<|im_end|>"]
         template = {"tokenizer.chat_template": "{{ messages }}<|im_end|>"}
-        assert end_tokens(said()) == [2]
-        assert end_tokens(said(eot_token_id=5, eom_token_id=7)) == [2, 5, 7]
-        assert end_tokens(said(eot_token_id=2)) == [2]
+        assert special_ids(said()) == {"bos_token_id": 1, "pad_token_id": None, "eos_token_id": 2}
+        assert special_ids(said(eot_token_id=5, eom_token_id=7))["eos_token_id"] == [2, 5, 7]
+        assert special_ids(said(eot_token_id=2, padding_token_id=7)) == {**special_ids(said()), "pad_token_id": 7}
+        assert special_ids(said(eos_token_id=99999, bos_token_id=99999)) == dict.fromkeys(special_ids(said()))
         # Files of before the key: the template says what ends a turn. A token that it does not write ends none.
         file = said(tokens=tokens)
-        assert end_tokens(file) == [2]
+        assert special_ids(file)["eos_token_id"] == 2
         file = file._replace(values={**file.values, **template})
-        assert end_tokens(file) == [2, TURN]
+        assert special_ids(file)["eos_token_id"] == [2, TURN]

@@ -22,17 +22,18 @@ import torch
 
 from aiocb import files
 from aiocb.errors import ConfigError
-from aiocb.model.load.gguf_convert import WEIGHTS, convert
 from aiocb.model.load.problems import explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["WEIGHTS", "GgufSource", "find_package", "folder_of", "is_whole", "load_gguf"]
+__all__ = ["MAGIC", "WEIGHTS", "GgufSource", "find_package", "folder_of", "has_magic", "is_whole", "load_gguf"]
 
 logger = logging.getLogger("aiocb.model")
 
 FORMAT = 3
+MAGIC = b"GGUF"
+WEIGHTS = "weights.safetensors"
 
 Progress = Callable[[str, float], None]
 
@@ -94,6 +95,16 @@ def _package_folder(name: str) -> Path | None:
     return Path(next(iter(locations))) if locations else None
 
 
+def has_magic(path: Path) -> bool:
+    """Whether a file begins as GGUF files do: the content decides what it is, not its name.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with explained(f"read {path}"), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 def folder_of(source: GgufSource, dtype: torch.dtype) -> Path:
     """Where the converted weights of a file are, or will be: named by all of its content and by nothing else.
 
@@ -147,6 +158,8 @@ def _flaw(folder: Path) -> str | None:
 
 def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Progress) -> None:
     """Dequantise into `folder`, whose lock is held."""
+    from aiocb.model.load.gguf_convert import convert  # its imports take as long as reading what it has made
+
     progress("convert", 0.0)
     with files.make_folder(folder, _maker()) as scratch, source.open_file(scratch) as path:
         convert(path, scratch, dtype, progress)

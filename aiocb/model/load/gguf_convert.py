@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from aiocb.errors import ConfigError
+from aiocb.model.load.gguf import WEIGHTS
 from aiocb.model.load.gguf_file import GgufFile, read_gguf
 from aiocb.model.load.gguf_keys import amend_config, check_keys, frequency_factors, generation_values, is_unused
 from aiocb.model.load.gguf_tokenizer import build_tokenizer, wrong_sample
 
-__all__ = ["WEIGHTS", "convert"]
+__all__ = ["convert"]
 
-WEIGHTS = "weights.safetensors"
 _FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 

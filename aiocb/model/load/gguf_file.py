@@ -17,10 +17,10 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from aiocb.errors import ConfigError
+from aiocb.model.load.gguf import MAGIC, has_magic
 
-__all__ = ["GgufFile", "TensorInfo", "has_magic", "read_gguf"]
+__all__ = ["GgufFile", "TensorInfo", "read_gguf"]
 
-MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -116,19 +116,6 @@ class _Cursor:
 
     def aligned(self, alignment: int) -> int:
         return -(-self._position // alignment) * alignment
-
-
-def has_magic(path: Path) -> bool:
-    """Whether a file begins as GGUF files do: the content decides what it is, not its name.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
 
 
 def read_gguf(path: Path) -> GgufFile:

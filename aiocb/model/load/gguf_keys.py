@@ -16,7 +16,7 @@ from typing import Any
 
 from aiocb.errors import ConfigError
 from aiocb.model.load.gguf_file import GgufFile
-from aiocb.model.load.gguf_tokenizer import end_tokens
+from aiocb.model.load.gguf_tokenizer import special_ids
 
 __all__ = ["amend_config", "check_keys", "frequency_factors", "generation_values", "is_unused"]
 
@@ -56,6 +56,8 @@ def amend_config(config: Any, file: GgufFile) -> None:
         value = file.said(name)
         if value is not None and not _is_by_transformers(file, name):
             _set(config, file, name, attributes, value)
+    for name, token in special_ids(file).items():
+        setattr(config, name, token)
     _set_windows(config, file)
     if not _is_by_transformers(file, "rope.freq_base"):
         _set_rope(config, file)
@@ -82,14 +84,7 @@ def generation_values(file: GgufFile) -> dict[str, Any]:
         values = {"do_sample": False} | {name: values[name] for name in values if name == "repetition_penalty"}
     elif values.keys() - {"repetition_penalty"}:
         values["do_sample"] = True
-    ends = end_tokens(file)
-    if ends:
-        values["eos_token_id"] = ends if len(ends) > 1 else ends[0]
-    for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
-        token = file.values.get(f"tokenizer.ggml.{key}")
-        if token is not None:
-            values[name] = token
-    return values
+    return {**values, **special_ids(file)}
 
 
 def frequency_factors(file: GgufFile) -> list[float] | None:

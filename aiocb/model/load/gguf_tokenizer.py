@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from aiocb.errors import ConfigError
 from aiocb.model.load.gguf_file import GgufFile
 
-__all__ = ["build_tokenizer", "end_tokens", "wrong_sample"]
+__all__ = ["build_tokenizer", "special_ids", "wrong_sample"]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
@@ -80,7 +80,7 @@ def build_tokenizer(file: GgufFile) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
-    said = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
+    said = _said(file)
     kind, tokens = said.get("model"), said.get("tokens")
     builders = {"gpt2": _byte_level, "gemma4": _raw_bpe, "llama": _sentence_piece}
     if kind not in builders or not tokens:
@@ -94,8 +94,7 @@ def build_tokenizer(file: GgufFile) -> Any:
     pre = _pre(file, said)
     backend = builders[kind](tokens, said, pre)
     _add_tokens(backend, tokens, said, str(file.values.get("general.name", "")))
-    defaults = {**(_SPM_DEFAULTS if kind == "llama" else {}), **said}
-    named = {name: tokens[defaults[key]] for name, key in _NAMED.items() if 0 <= defaults.get(key, -1) < len(tokens)}
+    named = {name: tokens[said[key]] for name, key in _NAMED.items() if 0 <= said.get(key, -1) < len(tokens)}
     adds = {
         "add_bos_token": said.get("add_bos_token", kind == "llama" or pre.add_bos),
         "add_eos_token": said.get("add_eos_token", False),
@@ -113,9 +112,20 @@ def build_tokenizer(file: GgufFile) -> Any:
     )
 
 
-def end_tokens(file: GgufFile) -> list[int]:
+def special_ids(file: GgufFile) -> dict[str, int | list[int] | None]:
+    """The ids that a configuration names; None where the file has none, lest a class fills in those of some model."""
+    said = _said(file)
+    size, ends = len(said.get("tokens", ())), _end_tokens(file)
+    return {
+        "bos_token_id": said["bos_token_id"] if 0 <= said.get("bos_token_id", -1) < size else None,
+        "pad_token_id": said["padding_token_id"] if 0 <= said.get("padding_token_id", -1) < size else None,
+        "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
+    }
+
+
+def _end_tokens(file: GgufFile) -> list[int]:
     """Ids that end a reply: the ends of a text, a turn and a message, and what the chat template ends turns with."""
-    said = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
+    said = _said(file)
     tokens = said.get("tokens", [])
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     ends = [said[key] for key in keys if key in said]
@@ -129,7 +139,7 @@ def end_tokens(file: GgufFile) -> list[int]:
 
 def wrong_sample(tokenizer: Any, file: GgufFile) -> str | None:
     """Compare how a loaded tokenizer treats samples with what must hold for its kind; None when all is well."""
-    said = {key.removeprefix("tokenizer.ggml."): value for key, value in file.values.items()}
+    said = _said(file)
     sample = _table().sample
     pre_tokenizer = tokenizer.backend_tokenizer.pre_tokenizer
     letters: set[str] = set()
@@ -148,6 +158,13 @@ def wrong_sample(tokenizer: Any, file: GgufFile) -> str | None:
             if back != text and tokenizer.unk_token_id not in ids:
                 return f"{text!r} comes back as {back!r}"
     return None
+
+
+def _said(file: GgufFile) -> dict[str, Any]:
+    """What the file says of its tokenizer, by the last part of the keys."""
+    defaults = _SPM_DEFAULTS if file.values.get("tokenizer.ggml.model") == "llama" else {}
+    prefix = "tokenizer.ggml."
+    return {**defaults, **{key.removeprefix(prefix): v for key, v in file.values.items() if key.startswith(prefix)}}
 
 
 def _pre(file: GgufFile, said: Mapping[str, Any]) -> _Pre:

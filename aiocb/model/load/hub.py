@@ -178,7 +178,6 @@ def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> _
     import torch
 
     from aiocb.model.load import gguf
-    from aiocb.model.load.gguf_file import has_magic
 
     source = gguf.find_package(name)
     if source is None:
@@ -187,7 +186,7 @@ def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> _
             if name.endswith(".gguf"):
                 raise ConfigError(f"{name} does not exist")
             return None
-        if not has_magic(path):
+        if not gguf.has_magic(path):
             raise ConfigError(
                 f"{name} is a file but not a GGUF file (it does not begin with 'GGUF'): give a GGUF file, "
                 "or the folder of a model"
@@ -213,7 +212,9 @@ def _find_folder(name: str, dtype: torch.dtype | None) -> Found | None:
         digest = hashlib.blake2b(f"{folder.resolve()} {dtype}".encode(), digest_size=16)
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             status = path.stat()
-            digest.update(f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode())
+            digest.update(
+                f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
+            )
             if status.st_size < _SMALL:
                 digest.update(path.read_bytes())
     except OSError:
