@@ -98,11 +98,15 @@ class TestRotary:
         tensors = {
             f"rope_factors_{kind}.weight": np.full(48, value, np.float32) for kind, value in (("long", 3), ("short", 1))
         }
-        file = said("phi3", rope__scaling__type="longrope", context_length=8192)
-        file = file._replace(values={**file.values, "phi3.rope.scaling.original_context_length": 4096})
+        values = {
+            "context_length": 8192,
+            "rope__scaling__original_context_length": 4096,
+            "rope__scaling__attn_factor": 1.25,
+        }
         config = CONFIG_MAPPING["phi3"]()
         with pytest.raises(ConfigError, match="factors are not in the file"):
-            amend_config(config, file)
+            amend_config(config, said("phi3", rope__scaling__type="longrope", **values))
+        file = said("phi3", **values)  # the tensors are enough
 
         class WithVectors(GgufFile):
             def vector(self, name: str) -> list[float]:
@@ -110,6 +114,7 @@ class TestRotary:
 
         amend_config(config, WithVectors(file.path, file.values, dict.fromkeys(tensors)))  # type: ignore[arg-type]
         assert config.rope_parameters["rope_type"] == "longrope" and config.rope_parameters["long_factor"] == [3.0] * 48
+        assert config.rope_parameters["attention_factor"] == 1.25
         assert config.original_max_position_embeddings == 4096 and config.max_position_embeddings == 8192
 
     def test_bases_and_widths(self) -> None:
@@ -155,6 +160,10 @@ class TestConfiguration:
         gemma = amended("gemma2", "gemma2", attn_logit_softcapping=20.0, final_logit_softcapping=0.5, block_count=46)
         assert (gemma.attn_logit_softcapping, gemma.final_logit_softcapping) == (20.0, 0.5)
         assert gemma.query_pre_attn_scalar == gemma.hidden_size // gemma.num_attention_heads
+        for layers, scalar in ((62, 32), (26, 16)):  # no key says it
+            sizes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 16}
+            gemma = amended("gemma3", "gemma3_text", sizes, block_count=layers)
+            assert (gemma.query_pre_attn_scalar, gemma.num_hidden_layers) == (scalar, layers)
         assert amended("gpt2", "gpt2", context_length=2048, feed_forward_length=512).n_positions == 2048
         assert amended("bloom", "bloom", context_length=2048).seq_length == 2048
 

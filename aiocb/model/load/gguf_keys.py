@@ -61,9 +61,11 @@ def amend_config(config: Any, file: GgufFile) -> None:
     _set_windows(config, file)
     if not _is_by_transformers(file, "rope.freq_base"):
         _set_rope(config, file)
-    if file.said("block_count") in _table()["query_scale_of_width"].get(file.architecture, ()):
-        # No key says it: the largest of these families scale queries by the width per head, not by the head's size.
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    wide = _table()["query_scale_of_width"].get(file.architecture)
+    if wide is not None:
+        # No key says it: the largest of a family scales queries by the width per head, the others by the head's size.
+        width = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = width if file.said("block_count") in wide else _head_dim(config)
     scale = file.said("attention.scale")
     if scale and not math.isclose(scale, _query_scale(config), rel_tol=1e-5):
         raise _refusal(file, f"{file.architecture}.attention.scale")
@@ -135,14 +137,20 @@ def _set(config: Any, file: GgufFile, name: str, attributes: Sequence[str], valu
     found = next((each for each in attributes if hasattr(config, each)), None)
     found = found or next((each[1:] for each in attributes if each.startswith("+")), None)
     if found is None:
-        sizes = {"{heads}": config.num_attention_heads, "{head_dim}": _head_dim(config)}
-        neutral = [sizes.get(each, each) for each in _table()["neutral"].get("{arch}." + name, ())]
+        neutral = [_size(config, each) for each in _table()["neutral"].get("{arch}." + name, ())]
         if not any(_is_same(value, each) for each in neutral):
             raise _refusal(file, key)
     elif not _is_same(value, getattr(config, found, None)):
         if file.architecture in _table()["compare_only"]:
             raise _refusal(file, key)
         setattr(config, found, value)
+
+
+def _size(config: Any, neutral: Any) -> Any:
+    """A neutral value; some are named, as they depend on the model."""
+    if neutral == "{heads}":
+        return config.num_attention_heads
+    return _head_dim(config) if neutral == "{head_dim}" else neutral
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -229,6 +237,8 @@ def _scaling(config: Any, file: GgufFile) -> dict[str, Any]:
     """The rotary scaling, in transformers' words; empty when there is none."""
     key = f"{file.architecture}.rope.scaling.type"
     kind = file.said("rope.scaling.type", "linear")
+    if _LONG_FACTORS["long_factor"] in file.tensors:
+        kind = "longrope"  # what Phi 3's files have, with and without saying so
     factor = float(_rounded(file.said("rope.scaling.factor", file.said("rope.scale_linear", 0.0))) or 1.0)
     magnitude = float(_rounded(file.said("rope.scaling.attn_factor", 1.0)))
     original = file.said("rope.scaling.original_context_length", file.said("context_length"))
@@ -254,10 +264,12 @@ def _scaling(config: Any, file: GgufFile) -> dict[str, Any]:
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1.0 else {}
 
 
+_LONG_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
+
+
 def _long_factors(config: Any, file: GgufFile, original: int) -> dict[str, list[float]]:
-    names = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
-    if not all(name in file.tensors for name in names.values()):
+    if not all(name in file.tensors for name in _LONG_FACTORS.values()):
         raise _refusal(file, f"{file.architecture}.rope.scaling.type", "its factors are not in the file")
     if hasattr(config, "original_max_position_embeddings"):
         config.original_max_position_embeddings = original
-    return {key: file.vector(name) for key, name in names.items()}
+    return {key: file.vector(name) for key, name in _LONG_FACTORS.items()}
