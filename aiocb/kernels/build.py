@@ -184,7 +184,10 @@ def _build(
 
 def _run(job: Job, lock: files.Lock, deadline: float) -> str | None:
     """Have the job done by a process that outlives this one; the reason when there is no library."""
-    command = [sys.executable, "-I", str(Path(compilation.__file__)), json.dumps(job._asdict())]
+    # A server that embeds Python names itself there.
+    is_python = Path(sys.executable or "").name.startswith(("python", "pypy"))
+    python = sys.executable if is_python else os.path.join(sys.exec_prefix, "bin", "python3")
+    command = [python, "-I", str(Path(compilation.__file__)), json.dumps(job._asdict())]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

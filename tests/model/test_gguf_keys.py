@@ -233,7 +233,6 @@ class TestKeys:
             ("tokenizer.ggml.remove_extra_whitespaces", True, ""),
             ("general.sampling.mirostat", 2, ""),
             ("general.sampling.xtc_probability", 0.5, ""),
-            ("general.sampling.penalty_last_n", 64, ""),
             ("general.sampling.sequence", "k;p", ""),
             ("general.type", "adapter", "part for another model"),
             ("split.count", 3, "llama-gguf-split --merge"),
@@ -245,6 +244,12 @@ class TestKeys:
         file = GgufFile(Path("a.gguf"), {"general.architecture": "llama", **KEYS, key: value}, {})
         with pytest.raises(ConfigError, match=rf"a\.gguf says {key} = .*{advice}"):
             check_keys(file)
+
+    def test_a_penalty_of_the_last_tokens_only(self) -> None:
+        values = {"general.architecture": "llama", **KEYS, "general.sampling.penalty_last_n": 64}
+        check_keys(GgufFile(Path("a.gguf"), values, {}))  # there is none
+        with pytest.raises(ConfigError, match=r"penalty_last_n = 64"):
+            check_keys(GgufFile(Path("a.gguf"), {**values, "general.sampling.penalty_repeat": 1.1}, {}))
 
     def test_harmless_ones_pass(self) -> None:
         keys = {

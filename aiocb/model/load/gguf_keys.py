@@ -40,7 +40,8 @@ def check_keys(file: GgufFile) -> None:
         if _matches(general, table["honoured"]) or _is_config(file, general):
             continue
         if general in table["neutral"]:
-            if value not in table["neutral"][general]:
+            is_idle = general == "general.sampling.penalty_last_n" and _is_same(_penalty(file), 1.0)
+            if value not in table["neutral"][general] and not is_idle:
                 raise _refusal(file, key, table["advice"].get(general))
         elif _matches(general, table["refused"]) and not _matches(general, table["harmless"]):
             raise _refusal(file, key)
@@ -157,6 +158,10 @@ def _is_same(value: Any, other: Any) -> bool:
     if isinstance(value, float) and isinstance(other, (int, float)):
         return math.isclose(value, other, rel_tol=1e-5)  # a file has single precision
     return bool(value == other)
+
+
+def _penalty(file: GgufFile) -> float:
+    return float(file.values.get("general.sampling.penalty_repeat", 1.0))
 
 
 def _rounded(value: Any) -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,7 +106,10 @@ def stored_weights(model: Any, paths: Iterable[Path]) -> dict[str, Tensor]:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    first, second = (each.detach().reshape(-1).view(torch.uint8).numpy() for each in (one, other))
+    return np.array_equal(first, second)  # 30 times as fast as torch.equal in bfloat16
 
 
 class Encoded(NamedTuple):
