@@ -188,7 +188,7 @@ class Lock:
 
     def _flock(self, flags: int) -> None:
         if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         if fcntl is not None:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | flags)

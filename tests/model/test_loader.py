@@ -279,11 +279,20 @@ class TestNames:
             load(str(tmp_path))
 
     def test_a_folder_that_is_none(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="has no config.json: give the folder"):
+        with pytest.raises(ConfigError, match="cannot load"):
             load(str(tmp_path))
         write_gguf(tmp_path / "a.gguf")
-        with pytest.raises(ConfigError, match="name one of its GGUF files: a.gguf"):
+        with pytest.raises(ConfigError, match="has no config.json; name one of its GGUF files: a.gguf"):
             load(str(tmp_path))
+
+    def test_a_gguf_file_by_transformers_option(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = load(str(gguf_file), device="cpu").choices
+        assert load(str(gguf_file.parent), device="cpu", gguf_file=gguf_file.name).choices == expected
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(gguf_file))
+        assert load("some/model", device="cpu", gguf_file=gguf_file.name).choices == expected
+        monkeypatch.undo()
+        with pytest.raises(ConfigError, match="cannot load a.gguf of 'some/model': .* the hub cannot be reached"):
+            load("some/model", device="cpu", gguf_file="a.gguf")
 
     @pytest.mark.parametrize(
         ("kind", "advice"),

@@ -128,7 +128,7 @@ def load(
         name = str(name_or_path)
         chosen_dtype = _parse_dtype(dtype)
         chosen_device, device_choice = _choose_device(device, kwargs)
-        file = _find_gguf(name, chosen_dtype, device_choice)
+        file = _find_gguf(_named_file(name, kwargs), chosen_dtype, device_choice)
         if file is not None:
             unused = sorted(key for key, value in kwargs.items() if value is not None and key not in _OTHER_FILES)
             if unused:
@@ -166,6 +166,23 @@ def find(name_or_path: str, dtype: str | torch.dtype | None, device: str | torch
     if file is None:
         return _find_folder(str(name_or_path), chosen_dtype)
     return _found_gguf(file) if gguf.is_whole(file.folder) else None
+
+
+def _named_file(name: str, kwargs: dict[str, Any]) -> str:
+    """The path of transformers' `gguf_file`, in a folder or on the hub: it is read as any GGUF file; else the name."""
+    file = kwargs.pop("gguf_file", None)
+    if file is None:
+        return name
+    if Path(name).is_dir():
+        return str(Path(name) / file)
+    from huggingface_hub import hf_hub_download
+
+    options = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in kwargs}
+    try:
+        path: str = hf_hub_download(name, file, **options)
+    except Exception as error:
+        raise ConfigError(f"cannot load {file} of {name!r}: {reason(error)}") from error
+    return path
 
 
 def _found_gguf(file: _Gguf) -> Found:
@@ -210,7 +227,8 @@ def _find_folder(name: str, dtype: torch.dtype | None) -> Found | None:
         if not weights or not (folder / "config.json").is_file():
             return None
         digest = hashlib.blake2b(f"{folder.resolve()} {dtype}".encode(), digest_size=16)
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        paths = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
+        for path in sorted(path for path in paths if path.is_file()):
             status = path.stat()
             digest.update(
                 f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
@@ -269,17 +287,18 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM
 
     repository = ALIASES.get(name, name)
-    if Path(repository).is_dir() and not (Path(repository) / "config.json").is_file():
-        files = sorted(path.name for path in Path(repository).glob("*.gguf"))
-        hint = f"name one of its GGUF files: {', '.join(files[:3])}" if files else "give the folder that has one"
-        raise ConfigError(f"the folder {name} has no config.json: {hint}")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             repository, dtype="auto" if dtype is None else dtype, **kwargs
         )
     except Exception as error:
-        hint = f"; or install {_PACKAGES[name]}" if name in _PACKAGES else ""
-        raise ConfigError(f"cannot load {name!r}: {reason(error)}{hint}") from error
+        why = reason(error)
+        files = sorted(path.name for path in Path(repository).glob("*.gguf"))
+        if name in _PACKAGES:
+            why += f"; or install {_PACKAGES[name]}"
+        elif files:
+            why = f"it has no config.json; name one of its GGUF files: {', '.join(files[:3])}"
+        raise ConfigError(f"cannot load {name!r}: {why}") from error
     tokenizer, choice = _load_tokenizer(repository, kwargs)
     choices = (
         Choice("weights", repository, "loaded by transformers"),
