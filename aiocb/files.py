@@ -214,7 +214,8 @@ def digest(path: Path) -> str:
         value = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     with contextlib.suppress(OSError), locked(index):  # without it the next start takes a second a gigabyte longer
         draft = index.with_suffix(".new")
-        draft.write_text(json.dumps({**_read_index(index), key: [*state, value]}), encoding="utf-8")
+        others = {path: known for path, known in _read_index(index).items() if os.path.exists(path)}
+        draft.write_text(json.dumps({**others, key: [*state, value]}), encoding="utf-8")
         draft.replace(index)
     return value
 
