@@ -7,6 +7,8 @@ import sys
 
 from aiocb.kernels import KernelUnavailable, cache_dir, find_compiler, find_or_build, load
 
+_PATIENCE_S = 3600.0  # who builds an image waits for it
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status is 1 when there are no kernels."""
@@ -16,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--native", action="store_true", help="build for this processor only (quicker)")
     options = parser.parse_args(arguments)
     if options.command == "build":
-        path = find_or_build(force=options.force, every_level=not options.native)
+        path = find_or_build(force=options.force, every_level=not options.native, patience_s=_PATIENCE_S)
         print(path.reason if isinstance(path, KernelUnavailable) else path)
         return int(isinstance(path, KernelUnavailable))
     compiler = find_compiler()

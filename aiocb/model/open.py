@@ -1,14 +1,13 @@
 """Opening a model by name: from a snapshot where there is one, else by way of the module. Worker thread only.
 
-name ─► GGUF folder? ─► snapshot? ──► native runner                      (the second start of a GGUF model on a CPU)
-└──────┴──────────────┴──► module ─► native or torch runner ─► snapshot for the next start
+name ─► weights here? ─► snapshot? ──► native runner             (the second start of a file or folder on a CPU)
+└──────┴───────────────┴──► module ─► native or torch runner ─► snapshot for the next start
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.config import Choice, EngineConfig
@@ -75,8 +74,8 @@ def open_pretrained(
     # Where the runner took the weights over, what is left is no model that could be used or changed.
     took_over = isinstance(runner, NativeRunner) and not runner.has_module
     model = None if took_over else loaded.model
-    if isinstance(runner, NativeRunner) and took_over and encoded is not None and loaded.folder is not None:
-        _save(loaded.folder, encoded, defaults, reason, loaded.tokenizer, runner, quantization)
+    if isinstance(runner, NativeRunner) and took_over and encoded is not None:
+        _save(loaded, encoded, defaults, reason, runner, quantization)
     return Pretrained(runner, defaults, loaded.tokenizer, [*loaded.choices, *choices], model)
 
 
@@ -118,14 +117,14 @@ def _from_snapshot(
         from aiocb.sampling.sampler import Sampler
 
         report("import", 1.0)
-        found = loader.find_gguf(name, dtype, device)
-        if found is None or not found.weights.is_file():
+        found = loader.find(name, dtype, device)
+        if found is None:
             return None
         library = load_kernels()
         if isinstance(library, KernelUnavailable):
             return None
         report("load", 0.0)
-        stored = snapshot.load(snapshot.snapshot_path(found.folder, library, quantization), found.weights)
+        stored = snapshot.load(snapshot.snapshot_folder(found, library, quantization), found)
         if stored is None:
             return None
         report("load", 1.0)
@@ -142,42 +141,32 @@ def _from_snapshot(
     )
     if runner is None:
         return None
-    choices = [*found.choices, Choice("runner", "native", reason), length_choice, *runner.choices]
+    choices = [*stored.choices, Choice("runner", "native", reason), length_choice, *runner.choices]
     return Pretrained(runner, stored.defaults, stored.tokenizer, choices, None)
 
 
 def _encoded(loaded: loader.LoadedModel) -> Encoded | None:
     """What the native runner would read out of the module, written down before the module is freed."""
-    if loaded.folder is None:
+    if loaded.found is None:
         return None
+    from aiocb.model.load import snapshot
+    from aiocb.model.native.families import describe
+
     try:
-        return _encode(loaded.model, loaded.folder)
+        description = describe(loaded.model)
+        if isinstance(description, str):
+            return None
+        return snapshot.encode(description, snapshot.stored_weights(loaded.model, loaded.found.weights))
     except Exception:
         logger.debug("no snapshot of %s can be made", loaded.name, exc_info=True)
         return None
 
 
-def _encode(model: Any, folder: Path) -> Encoded | None:
-    from safetensors import safe_open
-
-    from aiocb.model.load import gguf, snapshot
-    from aiocb.model.native.families import describe
-
-    description = describe(model)
-    if isinstance(description, str):
-        return None
-    with safe_open(folder / gguf.WEIGHTS, framework="pt") as file:
-        stored = set(file.keys())
-    weights = {name: tensor for name, tensor in model.state_dict().items() if name in stored}
-    return snapshot.encode(description, weights)
-
-
 def _save(
-    folder: Path,
+    loaded: loader.LoadedModel,
     encoded: Encoded,
     defaults: ModelDefaults,
-    reason: str,
-    tokenizer: Any,
+    length_reason: str,
     runner: NativeRunner,
     quantization: str | None,
 ) -> None:
@@ -186,10 +175,11 @@ def _save(
     from aiocb.model.load import snapshot
 
     library = load_kernels()
-    if not isinstance(library, KernelUnavailable):
+    if not isinstance(library, KernelUnavailable) and loaded.found is not None:
+        folder = snapshot.snapshot_folder(loaded.found, library, quantization)
+        parity = runner.notes.get("parity", "")
         try:
-            path = snapshot.snapshot_path(folder, library, quantization)
-            snapshot.save(path, encoded, defaults, reason, tokenizer, runner.notes.get("parity", ""))
+            snapshot.save(folder, encoded, defaults, length_reason, loaded.tokenizer, loaded.choices, parity)
         except Exception:
             # A start that has succeeded does not fail for it: the next one only takes longer.
             logger.debug("no snapshot could be written to %s", folder, exc_info=True)

@@ -2,78 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
 import transformers.utils.logging as transformers_logging
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import aiocb.model.load.gguf as gguf_module
-from aiocb.config import EngineConfig
+from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.build import build_runner, model_defaults
+from aiocb.model.load import gguf_convert
 from aiocb.model.load.hub import LoadedModel, load
 
+from .gguf_files import write_gguf
 from .helpers import ManualScheduler, argmax_sampler, generate, prompt, tiny
-
-HIDDEN, HEADS, KV_HEADS, LAYERS, MLP = 64, 4, 2, 2, 96
-TOKENS = [
-    "<unk>",
-    "<s>",
-    "</s>",
-    *[chr(33 + index) for index in range(90)],
-    *[f"{a}{b}" for a in "abcde" for b in "fghij"],
-]
-
-
-def write_gguf(path: Path) -> None:
-    """A tiny llama with random weights and a toy BPE vocabulary."""
-    random = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(MLP)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(len(TOKENS))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3, *[1] * (len(TOKENS) - 3)])
-    writer.add_token_merges([f"{a} {b}" for a in "abcde" for b in "fghij"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-
-    def add(name: str, *shape: int) -> None:
-        writer.add_tensor(name, (random.standard_normal(shape) * 0.3).astype(np.float32))
-
-    add("token_embd.weight", len(TOKENS), HIDDEN)
-    add("output_norm.weight", HIDDEN)
-    for layer in range(LAYERS):
-        add(f"blk.{layer}.attn_norm.weight", HIDDEN)
-        add(f"blk.{layer}.ffn_norm.weight", HIDDEN)
-        add(f"blk.{layer}.attn_q.weight", HIDDEN, HIDDEN)
-        add(f"blk.{layer}.attn_k.weight", HIDDEN * KV_HEADS // HEADS, HIDDEN)
-        add(f"blk.{layer}.attn_v.weight", HIDDEN * KV_HEADS // HEADS, HIDDEN)
-        add(f"blk.{layer}.attn_output.weight", HIDDEN, HIDDEN)
-        add(f"blk.{layer}.ffn_gate.weight", MLP, HIDDEN)
-        add(f"blk.{layer}.ffn_up.weight", MLP, HIDDEN)
-        add(f"blk.{layer}.ffn_down.weight", HIDDEN, MLP)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture
@@ -124,28 +75,162 @@ class TestGguf:
     def test_each_dtype_is_kept_apart(self, gguf_file: Path) -> None:
         assert load(str(gguf_file), dtype="float32", device="cpu").model.dtype == torch.float32
         assert load(str(gguf_file), dtype=torch.bfloat16, device="cpu").model.dtype == torch.bfloat16
-        folders = list((gguf_file.parent / "cache" / "gguf").iterdir())
-        assert len(folders) == 2 and not any(folder.name.startswith(".") for folder in folders)
+        assert len(folders(gguf_file)) == 2 and not any(folder.name.startswith(".") for folder in folders(gguf_file))
 
-    def test_a_damaged_cache_is_made_anew(self, gguf_file: Path) -> None:
-        load(str(gguf_file), device="cpu")
-        (folder,) = (gguf_file.parent / "cache" / "gguf").iterdir()
-        (folder / gguf_module.WEIGHTS).write_bytes(b"broken")
-        assert load(str(gguf_file), device="cpu").model.dtype == torch.bfloat16
-
-    def test_a_changed_file_is_converted_again(self, gguf_file: Path) -> None:
-        load(str(gguf_file), device="cpu")
+    @pytest.mark.parametrize("place", [-8, -100_000])  # the middle of the file counts too
+    def test_a_changed_file_is_converted_again(self, gguf_file: Path, place: int) -> None:
+        first = load(str(gguf_file), device="cpu")
         content = bytearray(gguf_file.read_bytes())
-        content[-4:] = b"\0\0\0\0"
+        content[place : place + 8] = bytes(8)
         gguf_file.write_bytes(content)
-        load(str(gguf_file), device="cpu")
-        assert len(list((gguf_file.parent / "cache" / "gguf").iterdir())) == 2
+        second = load(str(gguf_file), device="cpu")
+        assert len(folders(gguf_file)) == 2
+        pairs = zip(first.model.state_dict().values(), second.model.state_dict().values())
+        assert not all(torch.equal(one, two) for one, two in pairs)
 
-    def test_broken_file(self, gguf_file: Path) -> None:
-        gguf_file.write_bytes(b"not a model")
-        with pytest.raises(ConfigError, match="cannot convert"):
+    def test_the_content_decides_what_it_is(self, gguf_file: Path, no_conversion: Any) -> None:
+        load(str(gguf_file), device="cpu")
+        renamed = gguf_file.rename(gguf_file.with_suffix(".bin"))
+        (gguf_file.parent / "link").symlink_to(renamed)
+        no_conversion()  # the same content under another name is the same model
+        for path in (renamed, gguf_file.parent / "link"):
+            assert load(str(path), device="cpu").model.dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("name", ["tiny.gguf", "model.safetensors"])
+    def test_another_kind_of_file(self, gguf_file: Path, name: str) -> None:
+        path = gguf_file.with_name(name)
+        path.write_bytes(b"not a model")
+        with pytest.raises(ConfigError, match=f"{name} is a file but not a GGUF file"):
+            load(str(path), device="cpu")
+        assert not (gguf_file.parent / "cache").exists()
+
+    def test_a_file_cut_short(self, gguf_file: Path) -> None:
+        gguf_file.write_bytes(gguf_file.read_bytes()[:-5000])
+        with pytest.raises(ConfigError, match=r"tiny\.gguf is cut short: \d+ bytes of \d+; download it again"):
             load(str(gguf_file), device="cpu")
-        assert not list((gguf_file.parent / "cache" / "gguf").iterdir())
+        assert not folders(gguf_file)
+
+    def test_two_at_once_convert_once(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls, convert = [], gguf_module._convert
+
+        def counted(*args: Any) -> None:
+            calls.append(1)
+            convert(*args)
+
+        monkeypatch.setattr(gguf_module, "_convert", counted)
+        threads = [threading.Thread(target=load, args=(str(gguf_file),), kwargs={"device": "cpu"}) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(calls) == 1 and len(folders(gguf_file)) == 1
+
+
+class TestKeptWeights:
+    @pytest.mark.parametrize(
+        "what", ["short", "empty", "flipped", "weights", "config.json", "tokenizer.json", "seal.json"]
+    )
+    def test_damage_is_noticed_made_again_and_said_once(
+        self, gguf_file: Path, no_conversion: Any, caplog: pytest.LogCaptureFixture, what: str
+    ) -> None:
+        ids = torch.tensor([prompt(9, vocab=90)])
+        expected = load(str(gguf_file), device="cpu").model(ids).logits
+        (folder,) = folders(gguf_file)
+        weights = folder / gguf_module.WEIGHTS
+        content = bytearray(weights.read_bytes())
+        if what == "short":
+            weights.write_bytes(content[: len(content) // 2])
+        elif what == "empty":
+            weights.write_bytes(b"")
+        elif what == "flipped":
+            content[-3000] ^= 0x40
+            weights.write_bytes(content)
+        else:
+            (folder / what.replace("weights", gguf_module.WEIGHTS)).unlink()
+        assert torch.equal(load(str(gguf_file), device="cpu").model(ids).logits, expected)
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "the converted weights of" in caplog.text and "are made again" in caplog.text
+        no_conversion()
+        load(str(gguf_file), device="cpu")
+        assert len(caplog.records) == 1
+
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (MemoryError("nothing left"), "not enough memory"),
+            (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "not enough memory"),
+            (OSError(errno.EMFILE, "Too many open files"), "too many files are open"),
+            (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        ],
+    )
+    def test_what_the_machine_lacks_is_no_damage(
+        self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch, no_conversion: Any, error: Exception, said: str
+    ) -> None:
+        load(str(gguf_file), device="cpu")
+        (folder,) = folders(gguf_file)
+        before = folder.stat().st_ino
+        no_conversion()
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_module, "_load_folder", fail)
+            with pytest.raises(ConfigError, match=said):
+                load(str(gguf_file), device="cpu")
+        assert folder.stat().st_ino == before
+        load(str(gguf_file), device="cpu")
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError(errno.ENOSPC, "No space left")])
+    def test_a_conversion_that_fails_leaves_nothing(
+        self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gguf_convert, "_write", fail)
+            expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ConfigError
+            with pytest.raises(expected):
+                load(str(gguf_file), device="cpu")
+        assert not folders(gguf_file)
+        load(str(gguf_file), device="cpu")
+
+    def test_no_room_is_known_before(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        full = shutil.disk_usage(gguf_file.parent)._replace(free=1000)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+        monkeypatch.setattr(gguf_convert, "_dequantised", None)
+        with pytest.raises(ConfigError, match=r"takes 0\.0 GiB as torch.bfloat16, .* AIOCB_CACHE"):
+            load(str(gguf_file), device="cpu")
+
+    def test_a_cache_that_cannot_be_written(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AIOCB_CACHE", str(gguf_file))
+        with pytest.raises(ConfigError, match=r"cannot keep .*AIOCB_CACHE names another"):
+            load(str(gguf_file), device="cpu")
+
+    def test_another_version_makes_its_own(
+        self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(gguf_module, "_maker", lambda: "format 2")
+        load(str(gguf_file), device="cpu")
+        monkeypatch.undo()
+        monkeypatch.setenv("AIOCB_CACHE", str(gguf_file.parent / "cache"))
+        load(str(gguf_file), device="cpu")
+        assert len(folders(gguf_file)) == 1 and "made by format 2" in caplog.text
+
+    def test_folders_of_earlier_formats_are_removed(self, gguf_file: Path) -> None:
+        parent = gguf_file.parent / "cache" / "gguf"
+        old, other = parent / "tiny-bfloat16-0123", parent / "mine"
+        for folder in (old, other):
+            folder.mkdir(parents=True)
+        for name in (gguf_module.WEIGHTS, "config.json"):
+            (old / name).write_text("{}")
+        load(str(gguf_file), device="cpu")
+        assert not old.exists() and other.exists()
+
+
+def folders(gguf_file: Path) -> list[Path]:
+    return [path for path in (gguf_file.parent / "cache").glob("gguf/*") if path.is_dir()]
 
 
 class TestNames:
@@ -161,19 +246,83 @@ class TestNames:
         ids = torch.tensor([prompt(9)])
         assert torch.equal(loaded.model(ids).logits, model(ids).logits)
 
-    def test_without_tokenizer(self, tmp_path: Path) -> None:
+    def test_without_tokenizer(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         tiny("llama").save_pretrained(tmp_path)
-        assert load(str(tmp_path), device="cpu", dtype="bf16").tokenizer is None
+        loaded = load(str(tmp_path), device="cpu", dtype="bf16")
+        assert loaded.tokenizer is None and not caplog.records
+        assert loaded.choices[-1] == Choice("tokenizer", "none", "the folder has none: prompts are token ids")
 
-    @pytest.mark.parametrize("name", ["/no/such/folder", "/no/such/file.gguf"])
+    def test_a_tokenizer_that_cannot_be_loaded_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        tiny("llama").save_pretrained(tmp_path)
+        (tmp_path / "tokenizer.json").write_text("{ broken")
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+        loaded = load(str(tmp_path), device="cpu")
+        assert loaded.tokenizer is None and "prompts must be token ids" in caplog.text
+        assert loaded.choices[-1].value == "none" and "cannot be loaded" in loaded.choices[-1].reason
+
+    @pytest.mark.parametrize("name", ["/no/such/folder", "/no/such/file.gguf", "no-such/model"])
     def test_missing(self, name: str) -> None:
-        with pytest.raises(ConfigError, match="/no/such"):
+        with pytest.raises(ConfigError, match="no.such") as caught:
             load(name)
+        assert "\n" not in str(caught.value)
 
     def test_missing_weights(self, tmp_path: Path) -> None:
         tiny("llama").config.save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match="cannot load") as caught:
+            load(str(tmp_path))
+        assert "\n" not in str(caught.value)
+
+    def test_damaged_weights(self, tmp_path: Path) -> None:
+        tiny("llama").save_pretrained(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(b"broken")
         with pytest.raises(ConfigError, match="cannot load"):
             load(str(tmp_path))
+
+    def test_a_folder_that_is_none(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="cannot load"):
+            load(str(tmp_path))
+        write_gguf(tmp_path / "a.gguf")
+        with pytest.raises(ConfigError, match="has no config.json; name one of its GGUF files: a.gguf"):
+            load(str(tmp_path))
+
+    def test_a_gguf_file_by_transformers_option(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = load(str(gguf_file), device="cpu").choices
+        assert load(str(gguf_file.parent), device="cpu", gguf_file=gguf_file.name).choices == expected
+        monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(gguf_file))
+        assert load("some/model", device="cpu", gguf_file=gguf_file.name).choices == expected
+        monkeypatch.undo()
+        with pytest.raises(ConfigError, match="cannot load a.gguf of 'some/model': .* the hub cannot be reached"):
+            load("some/model", device="cpu", gguf_file="a.gguf")
+
+    @pytest.mark.parametrize(
+        ("kind", "advice"),
+        [
+            ("GatedRepoError", "it is gated: accept its terms"),
+            ("RepositoryNotFoundError", "no model of that name"),
+            ("RevisionNotFoundError", "no such revision"),
+            ("LocalEntryNotFoundError", "the hub cannot be reached"),
+            ("OfflineModeIsEnabled", "the hub cannot be reached"),
+        ],
+    )
+    def test_reasons_of_the_hub(self, monkeypatch: pytest.MonkeyPatch, kind: str, advice: str) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            import transformers
+
+            cause = type(kind, (OSError,), {})("down there")
+            assert transformers.__version__
+            raise OSError("a\nlong\nparagraph") from cause
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+        with pytest.raises(ConfigError, match=rf"cannot load 'some/model': .*{advice}.* \(OSError: a\)$"):
+            load("some/model")
+
+    def test_a_full_disk_while_downloading(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+        with pytest.raises(ConfigError, match="cannot load 'some/model': the disk is full: make room"):
+            load("some/model")
 
     @pytest.mark.parametrize("dtype", ["int8", "nonsense", 3])
     def test_bad_dtype(self, dtype: Any) -> None:

@@ -1,15 +1,17 @@
-"""The second start of a GGUF model: the same engine, without the module."""
+"""The second start of a GGUF file or a folder: the same engine, without the module."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,8 +24,8 @@ from aiocb.model.native.families import Experts, describe
 from aiocb.model.open import Pretrained, open_pretrained
 from aiocb.sampling_params import ModelDefaults
 
+from .gguf_files import HEADS, HIDDEN, write_gguf
 from .helpers import tiny
-from .test_loader import write_gguf
 
 CONFIG = aiocb.EngineConfig(num_blocks=64, num_threads=1)
 QWEN2_MOE = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
@@ -55,8 +57,21 @@ def no_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return forbid
 
 
-def snapshots(gguf_file: Path) -> list[Path]:
-    return sorted((gguf_file.parent / "cache" / "gguf").glob("*/native-*"))
+@pytest.fixture(params=["file", "folder", "shards"])
+def model(request: pytest.FixtureRequest, gguf_file: Path) -> Path:
+    """The tiny GGUF file, and the same model as a folder, in one file and in several."""
+    if request.param == "file":
+        return gguf_file
+    folder = gguf_file.parent / "model"
+    loaded = loader.load(str(gguf_file), device="cpu")
+    loaded.model.save_pretrained(folder, max_shard_size="1GB" if request.param == "folder" else "40KB")
+    loaded.tokenizer.save_pretrained(folder)
+    assert (len(list(folder.glob("*.safetensors"))) > 1) is (request.param == "shards")
+    return folder
+
+
+def snapshots(model: Path) -> list[Path]:
+    return sorted(path for path in (model.parent / "cache" / "native").glob("*") if path.is_dir())
 
 
 def tokens_of(path: Path, **options: Any) -> list[tuple[int, ...]]:
@@ -78,18 +93,31 @@ def opened(path: Path, config: aiocb.EngineConfig = CONFIG, **options: Any) -> P
     return result
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"quantization": "int8"}], ids=str)
-def test_a_second_start_is_the_first_one_again(gguf_file: Path, no_module: Any, options: dict[str, Any]) -> None:
-    first = tokens_of(gguf_file, **options)
-    assert [path.suffix for path in snapshots(gguf_file)] == [".json", ".safetensors"]
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_a_second_start_is_the_first_one_again(model: Path, no_module: Any, options: dict[str, Any]) -> None:
+    first = tokens_of(model, **options)
+    assert len(snapshots(model)) == 1
     no_module()
-    assert tokens_of(gguf_file, **options) == first
+    assert tokens_of(model, **options) == first
 
 
-def test_what_it_says_of_itself(gguf_file: Path, no_module: Any) -> None:
-    first = opened(gguf_file)
+def test_a_file_in_another_dtype(gguf_file: Path, no_module: Any) -> None:
+    first = tokens_of(gguf_file, dtype="float32")
     no_module()
-    second = opened(gguf_file)
+    assert tokens_of(gguf_file, dtype="float32") == first
+
+
+def test_a_folder_that_is_cast_has_no_snapshot(gguf_file: Path) -> None:
+    folder = gguf_file.parent / "model"
+    loader.load(str(gguf_file), device="cpu").model.save_pretrained(folder)
+    first = opened(folder, dtype="float32")
+    assert first.model is None and not snapshots(folder), "its weights lie in no file"
+
+
+def test_what_it_says_of_itself(model: Path, no_module: Any) -> None:
+    first = opened(model)
+    no_module()
+    second = opened(model)
     assert second.defaults == first.defaults and second.model is None
     assert type(second.tokenizer) is type(first.tokenizer)
     assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
@@ -101,11 +129,12 @@ def test_what_it_says_of_itself(gguf_file: Path, no_module: Any) -> None:
     assert before == after
 
 
-def test_no_modelling_code_is_imported(gguf_file: Path) -> None:
-    opened(gguf_file)
+@pytest.mark.parametrize("model", ["file", "folder"], indirect=True)
+def test_no_modelling_code_is_imported(model: Path) -> None:
+    opened(model)
     program = (
         "import sys, aiocb\nfrom aiocb.model.open import open_pretrained\n"
-        f"open_pretrained({str(gguf_file)!r}, aiocb.EngineConfig(num_blocks=64), device='cpu').runner.close()\n"
+        f"open_pretrained({str(model)!r}, aiocb.EngineConfig(num_blocks=64), device='cpu').runner.close()\n"
         "print(*[name for name in ('transformers.modeling_utils', 'torch._dynamo', 'aiocb.model.eager.adapter')"
         " if name in sys.modules], 'end')"
     )
@@ -113,19 +142,59 @@ def test_no_modelling_code_is_imported(gguf_file: Path) -> None:
     assert done.stdout == "end\n"
 
 
-@pytest.mark.parametrize("what", ["json", "vectors", "weights", "missing"])
-def test_a_damaged_snapshot_is_made_anew(gguf_file: Path, no_module: Any, what: str) -> None:
-    first = tokens_of(gguf_file)
-    values, vectors = snapshots(gguf_file)
-    if what == "json":
-        values.write_text(values.read_text()[:-40])
-    elif what == "vectors":
-        vectors.write_bytes(b"broken")
-    elif what == "weights":
-        (values.parent / "weights.safetensors").write_bytes(b"broken")
+@pytest.mark.parametrize("what", ["values.json", "vectors.safetensors", "seal.json", "missing"])
+def test_a_damaged_snapshot_is_made_anew(
+    model: Path, no_module: Any, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = tokens_of(model)
+    (folder,) = snapshots(model)
+    if what == "missing":
+        (folder / "vectors.safetensors").unlink()
     else:
-        vectors.unlink()
+        content = bytearray((folder / what).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / what).write_bytes(content)
+    assert tokens_of(model) == first
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "is made again" in caplog.text
+    no_module()
+    assert tokens_of(model) == first and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("part", ["short", "flipped"])
+def test_damaged_weights_of_a_file_are_made_anew(gguf_file: Path, no_module: Any, part: str) -> None:
+    first = tokens_of(gguf_file)
+    (weights,) = (gguf_file.parent / "cache" / "gguf").glob("*/weights.safetensors")
+    content = bytearray(weights.read_bytes())
+    for place in range(len(content) // 2, len(content), 64):
+        content[place] ^= 0x40
+    weights.write_bytes(content if part == "flipped" else content[:-100])
     assert tokens_of(gguf_file) == first
+    no_module()
+    assert tokens_of(gguf_file) == first
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+def test_a_changed_folder_is_another_model(gguf_file: Path, name: str) -> None:
+    folder = gguf_file.parent / "model"
+    loaded = loader.load(str(gguf_file), device="cpu")
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    before = loader.find(str(folder), "auto", "cpu")
+    assert before == loader.find(str(folder), "auto", "cpu") is not None
+    path = folder / name
+    content, status = path.read_bytes(), path.stat()
+    path.write_bytes(content[:-1] + b" ")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = loader.find(str(folder), "auto", "cpu")
+    assert before is not None and after is not None and after.identity != before.identity
+
+
+def test_frequencies_of_a_file_are_in_the_snapshot(gguf_file: Path, no_module: Any) -> None:
+    factors = np.linspace(1, 8, HIDDEN // HEADS // 2).astype(np.float32)
+    plain = tokens_of(gguf_file)
+    write_gguf(gguf_file, tensors={"rope_freqs.weight": factors})
+    first = tokens_of(gguf_file)
+    assert first != plain
     no_module()
     assert tokens_of(gguf_file) == first
 
@@ -148,15 +217,13 @@ def test_other_code_finds_no_snapshot(gguf_file: Path, monkeypatch: pytest.Monke
     for name, other in (("_own_sources", lambda: "changed"), ("torch", type("", (), {"__version__": "0.0"}))):
         with monkeypatch.context() as patch:
             patch.setattr(snapshot, name, other)
-            before = len(snapshots(gguf_file))
-            library = kernels.load()
-            assert not isinstance(library, kernels.KernelUnavailable)
-            path = snapshot.snapshot_path(snapshots(gguf_file)[0].parent, library, None)
-            assert not path.with_suffix(".json").exists() and before == 2
+            library, found = kernels.load(), loader.find(str(gguf_file), "auto", "cpu")
+            assert not isinstance(library, kernels.KernelUnavailable) and found is not None
+            assert not snapshot.snapshot_folder(found, library, None).exists() and len(snapshots(gguf_file)) == 1
 
 
 def test_a_folder_that_cannot_be_written(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "snapshot_path", lambda *_: gguf_file.parent / "nowhere" / "native")
+    monkeypatch.setattr(snapshot, "snapshot_folder", lambda *_: gguf_file / "native")
     first = tokens_of(gguf_file)
     assert not snapshots(gguf_file)
     assert tokens_of(gguf_file) == first
@@ -173,13 +240,16 @@ def test_experts_are_written_down(tmp_path: Path, name: str) -> None:
     model = tiny(name, **({} if name == "mixtral" else QWEN2_MOE))
     description = describe(model)
     assert not isinstance(description, str), description
-    save_file(model.state_dict(), tmp_path / "weights")
-    encoded = snapshot.encode(description, model.state_dict())
+    weights = tmp_path / "weights"
+    save_file(model.state_dict(), weights)
+    stored = snapshot.stored_weights(model, [weights])
+    assert stored.keys() == model.state_dict().keys()
+    encoded = snapshot.encode(description, stored)
     assert encoded is not None
-    snapshot.save(tmp_path / "native", encoded, ModelDefaults(128, 512), "", None, "")
-    stored = snapshot.load(tmp_path / "native", tmp_path / "weights")
-    assert stored is not None
-    for before, after in zip(description.layers, stored.description.layers, strict=True):
+    snapshot.save(tmp_path / "native", encoded, ModelDefaults(128, 512), "", None, [], "")
+    loaded = snapshot.load(tmp_path / "native", loader.Found((weights,), tmp_path, ""))
+    assert loaded is not None
+    for before, after in zip(description.layers, loaded.description.layers, strict=True):
         assert isinstance(before.experts, Experts) and isinstance(after.experts, Experts)
         for one, other in zip(before.experts, after.experts, strict=True):
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -189,32 +259,52 @@ def test_experts_are_written_down(tmp_path: Path, name: str) -> None:
         assert (before.down is None) is (after.down is None) is (name == "mixtral")
 
 
+def test_only_what_lies_in_a_file_is_named(tmp_path: Path) -> None:
+    model = tiny("llama")
+    state = dict(model.state_dict())
+    changed, cast = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    other = {**state, changed: state[changed] + 1, cast: state[cast].bfloat16(), "nothing": torch.ones(2)}
+    save_file(other, tmp_path / "weights")
+    assert snapshot.stored_weights(model, [tmp_path / "weights"]).keys() == state.keys() - {changed, cast}
+
+
 def test_writers_at_once_leave_a_whole_snapshot(gguf_file: Path, no_module: Any) -> None:
     """Two engines of one process start the same file."""
     first = tokens_of(gguf_file)
-    (path,) = (each.with_suffix("") for each in snapshots(gguf_file) if each.suffix == ".json")
-    stored = snapshot.load(path, path.parent / "weights.safetensors")
+    (folder,) = snapshots(gguf_file)
+    found = loader.find(str(gguf_file), "auto", "cpu")
+    assert found is not None
+    stored = snapshot.load(folder, found)
     assert stored is not None
-    encoded = snapshot.encode(stored.description, load_file(path.parent / "weights.safetensors"))
-    assert encoded is None, "these are other mappings of the file"
-    vectors = {str(index): torch.full((4096,), float(index)) for index in range(8)}
-    one = snapshot.Encoded({"nothing": 1}, vectors)
+    assert snapshot.encode(stored.description, load_file(found.weights[0])) is None, "another mapping of the file"
+    one = snapshot.Encoded({"nothing": 1}, {str(index): torch.full((4096,), float(index)) for index in range(8)})
+    other = folder.with_name("native-other")
 
     def write() -> None:
         for _ in range(20):
-            snapshot.save(path.with_name("native-other"), one, stored.defaults, "", None, "")
+            snapshot.save(other, one, stored.defaults, "", None, [], "")
 
     threads = [threading.Thread(target=write) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    other = path.with_name("native-other")
-    assert json.loads(other.with_suffix(".json").read_text())["description"] == {"nothing": 1}
-    assert set(load_file(other.with_suffix(".safetensors"))) == set(vectors)
-    assert not list(path.parent.glob(".native-*"))
+    assert json.loads((other / "values.json").read_text())["description"] == {"nothing": 1}
+    assert set(load_file(other / "vectors.safetensors")) == set(one.vectors)
+    assert snapshots(gguf_file) == sorted([folder, other])
     no_module()
     assert tokens_of(gguf_file) == first
+
+
+def test_few_snapshots_of_a_model_are_kept(tmp_path: Path) -> None:
+    encoded = snapshot.Encoded({}, {"0": torch.ones(2)})
+    for index in range(snapshot._KEPT + 3):
+        folder = tmp_path / f"model-{index:020x}"
+        snapshot.save(folder, encoded, ModelDefaults(8, 8), "", None, [], "")
+        os.utime(folder, (index, index))
+    (tmp_path / "other-0").mkdir()
+    kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert kept == [f"model-{index:020x}" for index in range(3, snapshot._KEPT + 3)] + ["other-0"]
 
 
 def test_a_snapshot_that_cannot_be_made_costs_nothing(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """GGUF files: dequantised once to a chosen dtype, kept on disk, loaded back without the slow paths.
 
-The cache holds one folder per (file, dtype): `config.json`, `generation_config.json`, the tokenizer's files, and
-`weights.safetensors` with the model's own state dict. A folder appears by one rename, so it is whole or not there.
+The cache holds one sealed folder per (content, dtype): `config.json`, `generation_config.json`, the tokenizer's files,
+and `weights.safetensors` with the model's own state dict and, where the file changes them, its rotary frequencies.
 """
 
 from __future__ import annotations
@@ -9,29 +9,31 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
-import os
+import logging
 import shutil
-import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from aiocb import files
 from aiocb.errors import ConfigError
+from aiocb.model.load.problems import explained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["WEIGHTS", "GgufSource", "cache_dir", "find_package", "folder_of", "load_gguf"]
+__all__ = ["MAGIC", "WEIGHTS", "GgufSource", "find_package", "folder_of", "has_magic", "is_whole", "load_gguf"]
 
-FORMAT = 2
+logger = logging.getLogger("aiocb.model")
+
+FORMAT = 3
+MAGIC = b"GGUF"
 WEIGHTS = "weights.safetensors"
-_SAMPLE_BYTES = 1 << 16
 
 Progress = Callable[[str, float], None]
 
@@ -93,140 +95,83 @@ def _package_folder(name: str) -> Path | None:
     return Path(next(iter(locations))) if locations else None
 
 
-def cache_dir() -> Path:
-    """Folder for converted weights: `$AIOCB_CACHE`, else the platform's per-user cache."""
-    configured = os.environ.get("AIOCB_CACHE")
-    if configured:
-        return Path(configured).expanduser()
-    try:
-        import platformdirs
-    except ImportError:
-        if sys.platform == "darwin":
-            return Path.home() / "Library" / "Caches" / "aiocb"
-        if sys.platform == "win32":
-            return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "aiocb" / "Cache"
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aiocb"
-    return Path(platformdirs.user_cache_dir("aiocb", appauthor=False))
+def has_magic(path: Path) -> bool:
+    """Whether a file begins as GGUF files do: the content decides what it is, not its name.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    with explained(f"read {path}"), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def folder_of(source: GgufSource, dtype: torch.dtype) -> Path:
-    """Where the converted weights of a file are, or will be.
+    """Where the converted weights of a file are, or will be: named by all of its content and by nothing else.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    return cache_dir() / "gguf" / _key(source.parts, source.label, dtype)
+    with explained(f"read {source.label}"):
+        contents = " ".join(files.digest(part) for part in source.parts)
+    digest = hashlib.blake2b(contents.encode(), digest_size=12).hexdigest()
+    name = str(dtype).removeprefix("torch.")
+    return files.cache_dir() / "gguf" / f"{digest}-{name}"
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether converted weights are there, undamaged and made by this version.
+
+    Raises:
+        ConfigError: they are there and cannot be read.
+    """
+    return _flaw(folder) is None
 
 
 def load_gguf(source: GgufSource, folder: Path, dtype: torch.dtype, progress: Progress) -> tuple[PreTrainedModel, Any]:
-    """Load a GGUF model from its folder, converting it on the first use: model (on the CPU) and tokenizer (or None).
+    """Load a GGUF model from its folder, converting it on the first use: model (on the CPU) and tokenizer.
 
     Raises:
-        ConfigError: the file is missing, broken, or of a kind that transformers cannot convert.
+        ConfigError: the file is missing, broken, says what is not supported, or the machine has no room for it.
     """
-    if not (folder / WEIGHTS).is_file():
-        _convert(source, dtype, folder, progress)
+    if not is_whole(folder):
+        with explained(f"keep {source.label} in {folder.parent} (AIOCB_CACHE names another)"), files.locked(folder):
+            flaw = _flaw(folder)  # another process may have made it while this one waited
+            if flaw:
+                logger.warning("the converted weights of %s are made again: %s", source.label, flaw)
+            if flaw is not None:
+                _convert(source, dtype, folder, progress)
     progress("load", 0.0)
-    try:
-        loaded = _load_folder(folder, dtype)
-    except Exception:
-        # A damaged cache is made anew, once.
-        shutil.rmtree(folder, ignore_errors=True)
-        _convert(source, dtype, folder, progress)
+    with explained(f"load {folder}"):
         loaded = _load_folder(folder, dtype)
     progress("load", 1.0)
     return loaded
 
 
-def _key(parts: Sequence[Path], label: str, dtype: torch.dtype) -> str:
-    """Name the folder by what identifies the weights: sizes, times, and both ends of each file."""
-    digest = hashlib.blake2b(digest_size=12)
-    digest.update(f"{FORMAT} {dtype}".encode())
-    for part in parts:
-        try:
-            status = part.stat()
-            digest.update(f" {status.st_size} {status.st_mtime_ns} ".encode())
-            with part.open("rb") as file:
-                digest.update(file.read(_SAMPLE_BYTES))
-                file.seek(max(status.st_size - _SAMPLE_BYTES, 0))
-                digest.update(file.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise ConfigError(f"cannot read {label}: {error}") from error
-    name = str(dtype).removeprefix("torch.")
-    stem = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in parts[0].stem)
-    return f"{stem[:48]}-{name}-{digest.hexdigest()}"
+def _maker() -> str:
+    return f"format {FORMAT}, transformers {importlib.metadata.version('transformers')}"
+
+
+def _flaw(folder: Path) -> str | None:
+    with explained(f"read {folder}"):
+        return files.flaw(folder, _maker())
 
 
 def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Progress) -> None:
-    """Dequantise into `folder`, by way of a scratch folder and one rename."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    """Dequantise into `folder`, whose lock is held."""
+    from aiocb.model.load.gguf_convert import convert  # its imports take as long as reading what it has made
 
     progress("convert", 0.0)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".convert-", dir=folder.parent))
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder.parent}: {error}; set AIOCB_CACHE to a folder") from error
-    try:
-        with source.open_file(scratch) as path, _no_bar():
-            options = {"gguf_file": path.name}
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
-            progress("convert", 0.3)
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path.parent), dtype=dtype, quantization_config=GgufConfig(dequantize=True), **options
-            )
-        progress("convert", 0.9)
-        config: Any = model.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(scratch)
-        model.generation_config.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        seen: set[int] = set()
-        weights = {}
-        for name, tensor in model.state_dict().items():
-            # Tied weights are stored once and tied again after loading.
-            if tensor.data_ptr() in seen:
-                continue
-            seen.add(tensor.data_ptr())
-            weights[name] = tensor.contiguous()
-        save_file(weights, scratch / WEIGHTS)
-        try:
-            scratch.rename(folder)
-        except OSError:
-            # Another process was faster, or a damaged folder is in the way.
-            if not (folder / WEIGHTS).is_file():
-                shutil.rmtree(folder, ignore_errors=True)
-                scratch.rename(folder)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"cannot convert {source.label}: {type(error).__name__}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with files.make_folder(folder, _maker()) as scratch, source.open_file(scratch) as path:
+        convert(path, scratch, dtype, progress)
+    _remove_old(folder.parent)
     progress("convert", 1.0)
 
 
-_no_bar_lock = threading.Lock()  # held while a file is converted: two at once would take as long
-
-
-@contextlib.contextmanager
-def _no_bar() -> Iterator[None]:
-    """Without the progress bar that transformers draws whatever its settings say: `progress` reports instead."""
-    from transformers import modeling_gguf_pytorch_utils as module
-
-    drawing: Any = module
-    with _no_bar_lock:
-        original = getattr(drawing, "tqdm", None)
-        if original is not None:
-            drawing.tqdm = lambda tensors, **_: tensors
-        try:
-            yield
-        finally:
-            if original is not None:
-                drawing.tqdm = original
+def _remove_old(parent: Path) -> None:
+    """Remove folders of earlier formats, which had no seal; nothing else lies there that looks like one."""
+    for folder in parent.iterdir():
+        if (folder / WEIGHTS).is_file() and (folder / "config.json").is_file() and not (folder / "seal.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
@@ -245,6 +190,10 @@ def _load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    for name in [name for name in unexpected if name.endswith(".inv_freq")]:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        owner.register_buffer("inv_freq", weights[name], persistent=False)
+        unexpected.remove(name)
     if unexpected or set(missing) - tied:
         raise ConfigError(f"{folder} does not match {type(model).__name__}")
     model.requires_grad_(False)

