@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
+from aiocb.checks import (
+    check_bias,
+    check_boolean,
+    check_callables,
+    check_count,
+    check_eos,
+    check_id_set,
+    check_integer,
+    check_real,
+    check_sequences,
+    check_strings,
+    items_of,
+)
 from aiocb.errors import InvalidRequest, show_value
 
 if TYPE_CHECKING:
@@ -24,7 +35,6 @@ __all__ = ["LogprobsMode", "ModelDefaults", "SamplingParams"]
 LogprobsMode = Literal["raw", "processed"]
 
 _ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-_MAX_LOGPROBS = 1024
 MAX_SAMPLES = 4096
 _INT64 = 2**63
 _LISTS = (
@@ -235,8 +245,8 @@ class SamplingParams:
         if eos is None:
             # A model may name ids that it cannot produce; that is not the request's fault.
             eos = tuple(token for token in defaults.eos_token_ids if 0 <= token < vocab_size)
-        stop = _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        detokenize = _boolean("detokenize", self.detokenize)
+        stop = check_strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        detokenize = check_boolean("detokenize", self.detokenize)
         if stop and not detokenize:
             raise InvalidRequest("stop strings need text: leave detokenize=True, or use stop_token_ids")
         max_new_tokens = pick("max_new_tokens", None)
@@ -254,41 +264,41 @@ class SamplingParams:
             raise InvalidRequest(f"logprobs_mode must be 'raw' or 'processed', not {show_value(mode)}")
         allowed = self.allowed_token_ids
         if allowed is not None:
-            allowed = _ids("allowed_token_ids", allowed, vocab_size)
+            allowed = check_id_set("allowed_token_ids", allowed, vocab_size)
             if not allowed:
                 raise InvalidRequest("allowed_token_ids is empty: nothing could be produced")
         resolved = SamplingParams(
-            temperature=_real("temperature", temperature, 0.0, math.inf),
-            top_p=_real("top_p", pick("top_p", 1.0), 0.0, 1.0),
+            temperature=check_real("temperature", temperature, 0.0, math.inf),
+            top_p=check_real("top_p", pick("top_p", 1.0), 0.0, 1.0),
             top_k=min(max(check_integer("top_k", top_k, -1, None), 0), vocab_size),
-            min_p=_real("min_p", pick("min_p", 0.0), 0.0, 1.0),
-            typical_p=_real("typical_p", pick("typical_p", 1.0), 0.0, 1.0, open_low=True),
-            repetition_penalty=_real(
+            min_p=check_real("min_p", pick("min_p", 0.0), 0.0, 1.0),
+            typical_p=check_real("typical_p", pick("typical_p", 1.0), 0.0, 1.0, open_low=True),
+            repetition_penalty=check_real(
                 "repetition_penalty", pick("repetition_penalty", 1.0), 0.0, math.inf, open_low=True
             ),
-            presence_penalty=_real("presence_penalty", pick("presence_penalty", 0.0), -math.inf, math.inf),
-            frequency_penalty=_real("frequency_penalty", pick("frequency_penalty", 0.0), -math.inf, math.inf),
+            presence_penalty=check_real("presence_penalty", pick("presence_penalty", 0.0), -math.inf, math.inf),
+            frequency_penalty=check_real("frequency_penalty", pick("frequency_penalty", 0.0), -math.inf, math.inf),
             no_repeat_ngram_size=check_integer("no_repeat_ngram_size", pick("no_repeat_ngram_size", 0), 0, None),
-            logit_bias=_bias(self.logit_bias, vocab_size),
-            bad_words=_strings("bad_words", self.bad_words),
-            bad_words_ids=_sequences("bad_words_ids", pick("bad_words_ids", ()), vocab_size),
+            logit_bias=check_bias(self.logit_bias, vocab_size),
+            bad_words=check_strings("bad_words", self.bad_words),
+            bad_words_ids=check_sequences("bad_words_ids", pick("bad_words_ids", ()), vocab_size),
             allowed_token_ids=allowed,
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens,
-            ignore_eos=_boolean("ignore_eos", self.ignore_eos),
-            eos_token_id=() if self.ignore_eos else _eos(eos, vocab_size),
+            ignore_eos=check_boolean("ignore_eos", self.ignore_eos),
+            eos_token_id=() if self.ignore_eos else check_eos(eos, vocab_size),
             stop=stop,
             stop_token_ids=(
-                () if self.stop_token_ids is None else _ids("stop_token_ids", self.stop_token_ids, vocab_size)
+                () if self.stop_token_ids is None else check_id_set("stop_token_ids", self.stop_token_ids, vocab_size)
             ),
-            include_stop_str_in_output=_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
+            include_stop_str_in_output=check_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
             seed=None if self.seed is None else check_integer("seed", self.seed, -_INT64, 2 * _INT64 - 1),
             n=check_integer("n", self.n, 1, MAX_SAMPLES),
-            logits_processors=_callables(self.logits_processors),
-            logprobs=_count("logprobs", self.logprobs),
+            logits_processors=check_callables(self.logits_processors),
+            logprobs=check_count("logprobs", self.logprobs),
             logprobs_mode=mode,
-            prompt_logprobs=_count("prompt_logprobs", self.prompt_logprobs),
-            echo=_boolean("echo", self.echo),
+            prompt_logprobs=check_count("prompt_logprobs", self.prompt_logprobs),
+            echo=check_boolean("echo", self.echo),
             truncate_prompt_tokens=(
                 None
                 if self.truncate_prompt_tokens is None
@@ -296,12 +306,14 @@ class SamplingParams:
             ),
             detokenize=detokenize,
             skip_special_tokens=(
-                True if self.skip_special_tokens is None else _boolean("skip_special_tokens", self.skip_special_tokens)
+                True
+                if self.skip_special_tokens is None
+                else check_boolean("skip_special_tokens", self.skip_special_tokens)
             ),
             parse_special_tokens=(
                 None
                 if self.parse_special_tokens is None
-                else _boolean("parse_special_tokens", self.parse_special_tokens)
+                else check_boolean("parse_special_tokens", self.parse_special_tokens)
             ),
         )
         object.__setattr__(resolved, "_is_plain", resolved.is_plain)
@@ -365,156 +377,3 @@ def _copied(value: Any) -> tuple[Any, ...] | None:
         return None
     values = items_of(value)
     return None if values is None else tuple([tuple(each) if isinstance(each, list) else each for each in values])
-
-
-def items_of(value: Any) -> Sequence[Any] | None:
-    """The elements of a sequence, or of an array or tensor of one dimension; None for everything else.
-
-    Text is no sequence of elements here; sets and mappings have no order; iterators can be read only once.
-    """
-    if isinstance(value, (list, tuple)):
-        return value
-    if isinstance(value, (str, bytes, bytearray, memoryview)):
-        return None
-    if isinstance(value, Sequence):
-        return list(value)
-    if hasattr(value, "tolist") and hasattr(value, "shape"):
-        items = value.tolist()
-        return items if isinstance(items, list) else None
-    return None
-
-
-def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidRequest(f"{name} must be a number, not {show_value(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
-        left = "(" if open_low or low == -math.inf else "["
-        right = ")" if high == math.inf else "]"
-        raise InvalidRequest(
-            f"{name} must be a finite number in {left}{low:g}, {high:g}{right}, not {show_value(value)}"
-        )
-    return number
-
-
-def check_integer(name: str, value: Any, low: int, high: int | None) -> int:
-    """Return `value` as an int between two bounds.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
-    is_integer = isinstance(value, numbers.Integral) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not is_integer:
-        raise InvalidRequest(f"{name} must be an integer, not {show_value(value)}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidRequest(f"{name} must be {bound}, not {show_value(number)}")
-    return number
-
-
-def _boolean(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be True or False, not {show_value(value)}")
-    return value
-
-
-def _count(name: str, value: Any) -> int | None:
-    if value is None or value is False:
-        return None
-    if value is True:
-        return 0
-    return check_integer(name, value, 0, _MAX_LOGPROBS)
-
-
-def check_ids(name: str, values: Iterable[Any], vocab_size: int) -> tuple[int, ...]:
-    """Return `values` as a tuple of ids below `vocab_size`.
-
-    Raises:
-        InvalidRequest: one of them is not an integer or not in the vocabulary.
-    """
-    result: list[int] = []
-    if isinstance(values, (list, tuple)) and set(map(type, values)) == {int}:  # passes in C for the usual case
-        least, most = min(values), max(values)
-        if least >= 0 and most < vocab_size:
-            return tuple(values)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise InvalidRequest(f"{name} must hold token ids (integers), not {show_value(value)}")
-        number = int(value)
-        if not 0 <= number < vocab_size:
-            raise InvalidRequest(
-                f"{name} holds {show_value(number)}, which is not in the vocabulary (0 .. {vocab_size - 1})"
-            )
-        result.append(number)
-    return tuple(result)
-
-
-def _ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
-    """Checked ids, each once."""
-    if isinstance(value, numbers.Integral):
-        value = (value,)
-    values = items_of(value)
-    if values is None:
-        raise InvalidRequest(f"{name} must be a list of token ids, not {show_value(value)}")
-    return tuple(dict.fromkeys(check_ids(name, values, vocab_size)))
-
-
-def _sequences(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    values = items_of(value)
-    if values is None:
-        raise InvalidRequest(f"{name} must be a list of lists of token ids, not {show_value(value)}")
-    sequences = [items_of(sequence) for sequence in values]
-    if any(not sequence for sequence in sequences):
-        raise InvalidRequest(f"{name} must hold lists of at least one token id each")
-    # All at once: one call each would take half a second for the longest list that is taken.
-    check_ids(name, list(chain.from_iterable([sequence for sequence in sequences if sequence])), vocab_size)
-    return tuple(dict.fromkeys([tuple(map(int, sequence)) for sequence in sequences if sequence]))
-
-
-def _eos(value: Any, vocab_size: int) -> tuple[int, ...]:
-    # transformers' continuous batching uses -1 for "no end of sequence".
-    if isinstance(value, numbers.Integral) and int(value) == -1:
-        return ()
-    return _ids("eos_token_id", value, vocab_size)
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    values = items_of(value)
-    if values is None or any(not isinstance(each, str) or not each for each in values):
-        raise InvalidRequest(f"{name} must be a list of non-empty strings, not {show_value(value)}")
-    try:
-        "".join(values).encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(f"{name} holds half of a surrogate pair, which no text contains; remove it") from None
-    return tuple(dict.fromkeys(values))
-
-
-def _bias(value: Any, vocab_size: int) -> dict[int, float]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {show_value(value)}")
-    ids = check_ids("logit_bias", value.keys(), vocab_size)
-    # -inf is the one infinity that means something here: never this token.
-    biases = [
-        -math.inf
-        if isinstance(bias, numbers.Real) and bias == -math.inf
-        else _real("logit_bias", bias, -math.inf, math.inf)
-        for bias in value.values()
-    ]
-    return dict(zip(ids, biases, strict=True))
-
-
-def _callables(value: Any) -> tuple[Callable[..., Any], ...]:
-    if value is None:
-        return ()
-    processors = (value,) if callable(value) else items_of(value)
-    if processors is None or any(not callable(processor) for processor in processors):
-        raise InvalidRequest("logits_processors must be a list of callables (token_ids, logits) -> logits")
-    return tuple(processors)

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from aiocb.checks import check_integer
 from aiocb.errors import InvalidRequest, explain, show_value
-from aiocb.sampling_params import MAX_SAMPLES, ModelDefaults, SamplingParams, check_integer
+from aiocb.sampling_params import MAX_SAMPLES, ModelDefaults, SamplingParams
 from aiocb.text.prompts import Messages, text_length
 
 if TYPE_CHECKING:

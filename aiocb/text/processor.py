@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aiocb.checks import check_ids
 from aiocb.errors import InvalidRequest, explain, show_value
-from aiocb.sampling_params import SamplingParams, check_ids
+from aiocb.sampling_params import SamplingParams
 from aiocb.text.chat import ChatTemplate, SpecialTexts
 from aiocb.text.detokenizer import TokenText
 from aiocb.text.output import MARKS, Marking, TextOutput
