@@ -42,6 +42,7 @@ async def assert_quiescent(engine: Engine) -> None:
     worker = session.worker
     found: list[str] = []
     if worker.state in ("running", "draining") and not worker.is_stopping:
+        await submitted(engine)
         await _barrier(session, lambda core: found.extend(_inspect(core)))
     else:
         worker.join(_TIMEOUT_S)

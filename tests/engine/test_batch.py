@@ -138,12 +138,19 @@ async def test_as_completed_with_a_small_queue() -> None:
     async with running(config=config) as setup:
         labels = await _labels(setup.engine.as_completed([[index] for index in range(30)], max_new_tokens=3))
         assert sorted(map(int, labels)) == list(range(30))
-        refused = [
-            each
-            async for each in setup.engine.as_completed(
-                [[index] for index in range(30)], max_new_tokens=3, on_full="refuse", return_exceptions=True
-            )
-        ]
+
+    async with running(config=config, is_open=False) as setup:
+
+        async def read() -> list[aiocb.Completion]:
+            prompts = [[index] for index in range(30)]
+            options: dict[str, Any] = {"max_new_tokens": 3, "on_full": "refuse"}
+            return [each async for each in setup.engine.as_completed(prompts, return_exceptions=True, **options)]
+
+        reading = asyncio.create_task(read())
+        await setup.gate.held()
+        await submitted(setup.engine)
+        setup.gate.open()
+        refused = await reading
         assert len(refused) == 30
         assert {type(each.error) for each in refused} == {type(None), aiocb.QueueFull}
 
