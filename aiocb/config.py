@@ -39,7 +39,7 @@ class EngineConfig:
 
     Attributes:
         page_size: tokens per page (one layer); at least 4.
-        num_blocks: blocks of the cache (a block is one page for every layer of a group).
+        num_blocks: blocks of the cache that requests can have (a block is one page for every layer of a group).
         max_memory_percent: share of the free device memory for the cache, (0, 1]; on the CPU a share of what is free,
             within a modest bound.
         max_batch_tokens: token budget of a step. On a GPU 8192; on the CPU smaller, to keep decoding smooth.
@@ -118,7 +118,7 @@ class EngineConfig:
             if self.page_size is None:
                 object.__setattr__(self, "page_size", block_size)
         _at_least("page_size", self.page_size, MIN_PAGE_SIZE)
-        _at_least("num_blocks", self.num_blocks, 2)
+        _at_least("num_blocks", self.num_blocks, 1)
         _at_least("max_batch_tokens", self.max_batch_tokens, MIN_BATCH_TOKENS)
         _at_least("max_requests_per_batch", self.max_requests_per_batch, 1)
         _at_least("max_prefill_chunk", self.max_prefill_chunk, 1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Attention", "AttentionBackend", "Capabilities", "GroupTables", "LayerSpec", "StepBatch"]
+__all__ = ["Attention", "AttentionBackend", "Capabilities", "GroupTables", "KVFormat", "LayerSpec", "StepBatch"]
 
 
 class LayerSpec(NamedTuple):
@@ -49,6 +49,27 @@ class LayerSpec(NamedTuple):
     softcap: float | None = None
     has_sinks: bool = False
     is_gathered: bool = False
+
+
+class KVFormat(NamedTuple):
+    """How keys and values are stored: the one place that knows what they take.
+
+    Attributes:
+        name: of the torch dtype.
+        bits: of one value.
+    """
+
+    name: str
+    bits: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> KVFormat:
+        """That of a model which computes in `dtype`."""
+        return cls(str(dtype).removeprefix("torch."), 8 * dtype.itemsize)
+
+    def page_bytes(self, spec: LayerSpec, page_size: int) -> int:
+        """Bytes of one page of a layer."""
+        return page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * self.bits // 8
 
 
 class Capabilities(NamedTuple):
@@ -177,9 +198,6 @@ class AttentionBackend(Protocol):
 
     name: str
     capabilities: Capabilities
-
-    def block_bytes(self, spec: LayerSpec, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page of this layer."""
 
     def allocate(
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device

@@ -78,10 +78,6 @@ class CpuBackend:
             kernels = GenericKernels(library, num_threads=torch.get_num_threads(), shares_threads=True)
         self.kernels = kernels
 
-    def block_bytes(self, spec: LayerSpec, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page of this layer."""
-        return 2 * page_size * spec.num_kv_heads * spec.key_dim * dtype.itemsize
-
     def allocate(
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:

@@ -177,10 +177,6 @@ class TorchBackend:
     name = "torch"
     capabilities = Capabilities(devices=("cpu", "cuda", "mps", "xpu"))
 
-    def block_bytes(self, spec: LayerSpec, page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page of this layer."""
-        return page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * dtype.itemsize
-
     def allocate(
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> PagedStorage:

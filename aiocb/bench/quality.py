@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from aiocb.bench.load import corpus
+from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels import Library, load
-from aiocb.model.build import model_defaults
+from aiocb.model.defaults import model_defaults
 from aiocb.model.load.hub import load as load_model
-from aiocb.model.native.runner import NativeRunner, create_native_runner
+from aiocb.model.native.build import build
+from aiocb.model.native.families import describe
+from aiocb.model.native.runner import NativeRunner
+from aiocb.model.request import Refusal
 from aiocb.records import Record
 from aiocb.sampling.sampler import Sampler
 from aiocb.sampling_params import ModelDefaults, SamplingParams
@@ -209,12 +213,16 @@ def _native_logits(runner: NativeRunner, capture: _Capture) -> Logits:
 def _runner(
     model: Any, library: Library, quantization: str | None, sampler: Any, num_tokens: int, num_threads: int | None
 ) -> NativeRunner:
-    runner = create_native_runner(
-        model, sampler=sampler, num_blocks=max(16, num_tokens // _PAGE + 2), num_threads=num_threads, library=library,
+    description = describe(model)
+    if isinstance(description, str):
+        raise ConfigError(description)
+    config = EngineConfig(num_blocks=max(16, num_tokens // _PAGE + 2), num_threads=num_threads)
+    runner = build(
+        description, library, config, max_model_len=description.max_position_embeddings, sampler=sampler, module=model,
         quantization=quantization,
     )  # fmt: skip
-    if isinstance(runner, str):
-        raise ConfigError(runner)
+    if isinstance(runner, Refusal):
+        raise ConfigError(runner.reason)
     return runner
 
 

@@ -138,19 +138,21 @@ class PretrainedSource(Source):
 
     def _open(self, config: EngineConfig) -> Built:
         if self._kept is None:
-            from aiocb.model.open import open_pretrained
+            from aiocb.model.open import open_model
+            from aiocb.model.request import ModelRequest
 
-            opened = open_pretrained(
-                self.name,
+            request = ModelRequest(
                 config,
+                self.name,
                 dtype=self._dtype,
                 device=self._device,
                 quantization=self._quantization,
                 progress=self._progress,
                 options=self._options,
             )
+            opened = open_model(request)
             self.model = opened.model
-            self._kept = Built(opened.runner, TextProcessor(opened.tokenizer), opened.defaults, opened.choices)
+            self._kept = Built(opened.runner, TextProcessor(opened.tokenizer), opened.defaults, list(opened.choices))
         return self._kept
 
     def _close(self, built: Built) -> None:
@@ -169,10 +171,11 @@ class LoadedSource(Source):
         self._text = TextProcessor(tokenizer)
 
     def _open(self, config: EngineConfig) -> Built:
-        from aiocb.model.build import build_runner, model_defaults
+        from aiocb.model.open import open_model
+        from aiocb.model.request import ModelRequest
 
-        runner, choices = build_runner(self.model, config, owns_model=False)
-        return Built(runner, self._text, model_defaults(self.model), list(choices))
+        opened = open_model(ModelRequest(config, model=self.model))
+        return Built(opened.runner, self._text, opened.defaults, list(opened.choices))
 
 
 class RunnerSource(Source):

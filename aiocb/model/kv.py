@@ -12,21 +12,21 @@ Example: Gemma 3 270M has 3 full layers and 15 with a window of 512. Two groups:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
-from aiocb.attention.base import AttentionBackend, LayerSpec
+from aiocb.attention.base import AttentionBackend, KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 
 __all__ = [
-    "CacheSize",
     "PagedCache",
     "cache_budget",
-    "choose_cache_size",
+    "choose_layout",
+    "choose_page_size",
     "format_size",
     "free_memory",
     "group_layers",
@@ -41,14 +41,6 @@ GPU_SHARE = 0.9
 GPU_RESERVE_BYTES = 1 << 30
 
 
-class CacheSize(NamedTuple):
-    """Blocks per group, and why."""
-
-    page_size: int
-    num_blocks: tuple[int, ...]
-    choices: tuple[Choice, ...]
-
-
 def group_layers(specs: Iterable[LayerSpec]) -> tuple[tuple[int | None, tuple[LayerSpec, ...]], ...]:
     """Group layers by window, full attention first, in the order of the layers."""
     groups: dict[int | None, list[LayerSpec]] = {}
@@ -59,7 +51,10 @@ def group_layers(specs: Iterable[LayerSpec]) -> tuple[tuple[int | None, tuple[La
 
 
 class PagedCache:
-    """Storage of all layers and the layout that the cache manager obeys.
+    """Storage of all layers.
+
+    Args:
+        layout: that the cache manager obeys.
 
     Raises:
         ConfigError: the memory cannot be allocated.
@@ -68,35 +63,22 @@ class PagedCache:
     def __init__(
         self,
         backend: AttentionBackend,
-        specs: Sequence[LayerSpec],
-        page_size: int,
-        num_blocks: Sequence[int],
+        specs: Mapping[int, LayerSpec],
+        layout: CacheLayout,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        groups = group_layers(specs)
         self._backend = backend
-        self.group_of_layer = {spec.layer: index for index, (_, layers) in enumerate(groups) for spec in layers}
-        self.layout = CacheLayout(
-            page_size,
-            tuple(
-                CacheGroup(
-                    window,
-                    tuple(spec.layer for spec in layers),
-                    num_blocks[index],
-                    sum(backend.block_bytes(spec, page_size, dtype) for spec in layers),
-                )
-                for index, (window, layers) in enumerate(groups)
-            ),
-        )
+        self.layout = layout
+        self.group_of_layer = {layer: index for index, group in enumerate(layout.groups) for layer in group.layers}
         try:
             self.storage: dict[int, Any] = {
-                spec.layer: backend.allocate(spec, num_blocks[index], page_size, dtype, device)
-                for index, (_, layers) in enumerate(groups)
-                for spec in layers
+                layer: backend.allocate(specs[layer], group.num_blocks, layout.page_size, dtype, device)
+                for group in layout.groups
+                for layer in group.layers
             }
         except (RuntimeError, MemoryError) as error:
-            size = sum(group.num_blocks * group.block_bytes for group in self.layout.groups)
+            size = sum(group.num_blocks * group.block_bytes for group in layout.groups)
             raise ConfigError(
                 f"the cache of {format_size(size)} does not fit into memory; lower num_blocks or max_memory_percent"
             ) from error
@@ -112,33 +94,41 @@ class PagedCache:
         self.storage = {}
 
 
-def choose_cache_size(
-    backend: AttentionBackend,
-    specs: Sequence[LayerSpec],
+def choose_page_size(config: EngineConfig, default: int, whose: str) -> tuple[int, Choice]:
+    """The configured page size, else the default of whoever reads the pages."""
+    page_size = config.page_size or default
+    return page_size, Choice("page_size", str(page_size), "configured" if config.page_size else f"what {whose} prefers")
+
+
+def choose_layout(
+    kv_format: KVFormat,
+    specs: Iterable[LayerSpec],
+    page_size: int,
     config: EngineConfig,
     max_model_len: int,
-    dtype: torch.dtype,
     device: torch.device,
-) -> CacheSize:
-    """Decide page size and blocks per group.
+) -> tuple[CacheLayout, Choice]:
+    """Decide the blocks of each group; the null block comes on top of those that requests can have.
 
     Raises:
-        ConfigError: the page size is not one of the backend's, or not even one short request would fit.
+        ConfigError: not even one short request would fit.
     """
-    capabilities = backend.capabilities
-    page_size = config.page_size or capabilities.default_page_size
-    if capabilities.page_sizes and page_size not in capabilities.page_sizes:
-        allowed = ", ".join(map(str, capabilities.page_sizes))
-        raise ConfigError(f"attention {backend.name!r} needs page_size in {allowed}, not {page_size}")
-    why = "configured" if config.page_size else f"what attention {backend.name!r} prefers"
-    page_choice = Choice("page_size", str(page_size), why)
-
     groups = group_layers(specs)
-    block_bytes = [sum(backend.block_bytes(spec, page_size, dtype) for spec in layers) for _, layers in groups]
+    block_bytes = [sum(kv_format.page_bytes(spec, page_size) for spec in layers) for _, layers in groups]
+
+    def layout(blocks: Iterable[int]) -> CacheLayout:
+        return CacheLayout(
+            page_size,
+            tuple(
+                CacheGroup(window, tuple(spec.layer for spec in layers), count + 1, size)
+                for (window, layers), count, size in zip(groups, blocks, block_bytes, strict=True)
+            ),
+        )
+
     if config.num_blocks is not None:
-        size = format_size(config.num_blocks * sum(block_bytes))
+        size = format_size((config.num_blocks + 1) * sum(block_bytes))
         choice = Choice("num_blocks", str(config.num_blocks), f"configured ({size})")
-        return CacheSize(page_size, (config.num_blocks,) * len(groups), (page_choice, choice))
+        return layout([config.num_blocks] * len(groups)), choice
 
     budget, reason = cache_budget(config, device)
     chunk = config.max_prefill_chunk or config.max_batch_tokens or 512
@@ -148,11 +138,11 @@ def choose_cache_size(
         blocks = []
         for window, _ in groups:
             held = num_tokens if window is None else min(num_tokens, num_requests * (window + chunk + 2 * page_size))
-            blocks.append(-(-held // page_size) + 1)
+            blocks.append(-(-held // page_size))
         return blocks
 
     def bytes_for(num_tokens: int) -> int:
-        return sum(count * size for count, size in zip(blocks_for(num_tokens), block_bytes, strict=True))
+        return sum((count + 1) * size for count, size in zip(blocks_for(num_tokens), block_bytes, strict=True))
 
     wanted = max(CPU_REQUESTS * CPU_TOKENS_PER_REQUEST, max_model_len) if device.type == "cpu" else 1 << 40
     if config.max_memory_percent is not None:
@@ -181,7 +171,7 @@ def choose_cache_size(
         " + ".join(map(str, blocks)),
         f"{reason}: {num_tokens} tokens, {format_size(bytes_for(num_tokens))}",
     )
-    return CacheSize(page_size, tuple(blocks), (page_choice, choice))
+    return layout(blocks), choice
 
 
 def cache_budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:

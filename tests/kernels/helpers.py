@@ -12,7 +12,8 @@ import torch
 
 from aiocb.kernels import Library, NativeModel
 from aiocb.kernels.library import FORMATS, ModelConfig, StepArguments
-from aiocb.model.native.runner import PAGE_SIZE, NativeRunner
+from aiocb.model.native.build import PAGE_SIZE
+from aiocb.model.native.runner import NativeRunner
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import NULL_BLOCK, BlockCopy
 from tests.steps import Work, execute

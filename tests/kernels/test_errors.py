@@ -72,7 +72,7 @@ def test_nan_logits_end_one_request(library: Library) -> None:
     model = make("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
-    runner = runner_of(model, library=library, probe=False)
+    runner = runner_of(model, library=library, checks_parity=False)
     scheduler = MiniScheduler(runner)
     entries = tuple(
         scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate([[5, 6], [5, 7], [9]])

@@ -54,7 +54,7 @@ def module_logits(model: Any, prompt: list[int]) -> Tensor:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_logit_is_the_modules(library: Library, level: str, name: str) -> None:
     model = make(name)
-    runner = runner_of(model, library=library, level=level, probe=False)
+    runner = runner_of(model, library=library, level=level, checks_parity=False)
     prompt = prompts_of(3)[2]
     torch.testing.assert_close(logits_of(runner, prompt), module_logits(model, prompt), rtol=1e-4, atol=2e-4)
     runner.close()
@@ -65,7 +65,7 @@ def test_many_experts_and_choices(library: Library, level: str) -> None:
     for renormalises in (True, False):
         fields: dict[str, Any] = {"num_experts": 41, "num_experts_per_tok": 19, "norm_topk_prob": renormalises}
         model = make("qwen3_moe", moe_intermediate_size=24, **fields)
-        runner = runner_of(model, library=library, level=level, probe=False)
+        runner = runner_of(model, library=library, level=level, checks_parity=False)
         prompt = prompts_of(2)[1]
         torch.testing.assert_close(logits_of(runner, prompt), module_logits(model, prompt), rtol=1e-4, atol=2e-4)
         runner.close()
@@ -82,7 +82,7 @@ def test_ties_go_to_the_lowest_ids_and_others_are_not_touched(
     for block in blocks_of(model):
         with torch.no_grad():
             router_of(block).weight.zero_()
-    runner = runner_of(model, library=library, level=level, probe=False, quantization=quantization)
+    runner = runner_of(model, library=library, level=level, checks_parity=False, quantization=quantization)
     prompt = prompts_of(2)[1]
     before = logits_of(runner, prompt)
     runner.close()
@@ -101,7 +101,7 @@ def test_ties_go_to_the_lowest_ids_and_others_are_not_touched(
                 weights[k:] = 0.0
             block.experts.gate_up_proj[k:, 0] = torch.nan
         patches.append((router, choose))
-    runner = runner_of(model, library=library, level=level, probe=False, quantization=quantization)
+    runner = runner_of(model, library=library, level=level, checks_parity=False, quantization=quantization)
     for router, choose in patches:
         router.forward = choose
     actual, expected = logits_of(runner, prompt), module_logits(model, prompt)
@@ -132,7 +132,7 @@ def test_a_row_of_nan_ends_its_own_request(library: Library, level: str) -> None
     model = make("qwen3_moe")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
-    runner = runner_of(model, library=library, level=level, probe=False)
+    runner = runner_of(model, library=library, level=level, checks_parity=False)
     scheduler = MiniScheduler(runner)
     prompts = [[5, 6], [5, 7], [9]]
     entries = [scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate(prompts)]

@@ -11,10 +11,14 @@ import transformers
 from torch import nn
 from transformers.activations import ACT2CLS, ACT2FN, ClippedGELUActivation
 
+from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.kernels import Library
+from aiocb.kernels import Library, load
+from aiocb.model.defaults import model_defaults
+from aiocb.model.native.build import build, plan
 from aiocb.model.native.families import describe
-from aiocb.model.native.runner import NativeRunner, create_native_runner
+from aiocb.model.native.runner import NativeRunner
+from aiocb.model.request import Candidate, Material, ModelRequest, Refusal
 from tests.kernels.helpers import MiniScheduler, Request
 
 BASE: dict[str, Any] = {
@@ -125,8 +129,21 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     return model
 
 
+def build_of(model: nn.Module, *, library: Library | None = None, num_threads: int = 2, **options: Any) -> Any:
+    """A runner, or the reason why there is none."""
+    description = describe(model)
+    if isinstance(description, str):
+        return description
+    loaded = library or load()
+    assert isinstance(loaded, Library), loaded
+    config = EngineConfig(num_blocks=63, num_threads=num_threads)
+    length = description.max_position_embeddings
+    built = build(description, loaded, config, max_model_len=length, module=model, **options)
+    return built.reason if isinstance(built, Refusal) else built
+
+
 def runner_of(model: nn.Module, **options: Any) -> NativeRunner:
-    runner = create_native_runner(model, sampler=None, **({"num_blocks": 64, "num_threads": 2} | options))
+    runner = build_of(model, **options)
     assert isinstance(runner, NativeRunner), runner
     return runner
 
@@ -161,7 +178,7 @@ def test_every_level_passes_the_probe(library: Library, level: str, name: str) -
 
 def test_reasons() -> None:
     def reason(model: nn.Module) -> str:
-        result = create_native_runner(model, sampler=None)
+        result = build_of(model)
         assert isinstance(result, str)
         return result
 
@@ -298,8 +315,13 @@ def test_hooks_that_came_later_are_a_reason_not_to_reload(library: Library) -> N
 
 
 def test_owned_model_gives_its_memory_back() -> None:
-    model = make("llama", tie_word_embeddings=True)
-    runner = runner_of(model, own_model=True)
+    model: Any = make("llama", tie_word_embeddings=True)
+    defaults = model_defaults(model)
+    material = Material(defaults, "", model, max_model_len=defaults.max_model_len)
+    candidate = plan(ModelRequest(EngineConfig(num_blocks=63)), material)
+    assert isinstance(candidate, Candidate)
+    runner = candidate.build()
+    assert isinstance(runner, NativeRunner)
     assert model.model.layers[0].mlp.down_proj.weight.numel() == 0
     MiniScheduler(runner).run([Request(0, [5, 6, 7], 3)])
     runner.close()

@@ -16,9 +16,10 @@ import aiocb
 from aiocb.errors import ConfigError
 from aiocb.kernels import Library, NativeModel
 from aiocb.kernels.library import FORMATS
-from aiocb.model.build import build_runner
 from aiocb.model.native import int8 as native_int8
 from aiocb.model.native.int8 import tune
+from aiocb.model.open import open_model
+from aiocb.model.request import ModelRequest
 from tests.kernels.helpers import DTYPES, Tensor, native
 from tests.kernels.test_families import make, prompts_of, runner_of
 from tests.kernels.test_invariance import _record
@@ -215,7 +216,7 @@ def test_smoothing_helps_where_a_channel_is_large(library: Library, monkeypatch:
     for smoothing in (0.0, native_int8._SMOOTHING):
         monkeypatch.setattr(native_int8, "_SMOOTHING", smoothing)
         runner = runner_of(model, library=library, quantization="int8")
-        errors.append(float(runner.notes["parity"].split()[2]))
+        errors.append(next(float(choice.value) for choice in runner.choices if choice.name == "parity"))
         runner.close()
     assert errors[1] < 0.8 * errors[0]
 
@@ -223,10 +224,10 @@ def test_smoothing_helps_where_a_channel_is_large(library: Library, monkeypatch:
 def test_refusals() -> None:
     model = make("llama")
     config = aiocb.EngineConfig(native=False)
-    with pytest.raises(ConfigError, match=r"'int8' needs the native CPU kernels.*native=False.*Leave quantization out"):
-        build_runner(model, config, quantization="int8")
+    with pytest.raises(ConfigError, match=r"'int8' needs the native CPU kernels.*leave quantization out.*native=False"):
+        open_model(ModelRequest(config, model=model, quantization="int8"))
     with pytest.raises(ConfigError, match="quantization='int4' is unknown: 'int8'"):
-        build_runner(model, aiocb.EngineConfig(), quantization="int4")
+        open_model(ModelRequest(aiocb.EngineConfig(), model=model, quantization="int4"))
 
 
 def test_refuses_an_architecture_without_native_step() -> None:
@@ -235,7 +236,7 @@ def test_refuses_an_architecture_without_native_step() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64))
     model.train(False)
     with pytest.raises(ConfigError, match="needs the native CPU kernels.*'gpt2' has no native description"):
-        build_runner(model, aiocb.EngineConfig(), quantization="int8")
+        open_model(ModelRequest(aiocb.EngineConfig(), model=model, quantization="int8"))
 
 
 @pytest.mark.model

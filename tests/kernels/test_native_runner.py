@@ -12,7 +12,7 @@ import torch
 import aiocb
 from aiocb.errors import ConfigError, RequestFailed
 from aiocb.kernels import Library
-from aiocb.model.native.runner import NativeRunner, create_native_runner
+from aiocb.model.native.runner import NativeRunner
 from aiocb.model.native.sampling import NativeSampler
 from aiocb.records import Record
 from aiocb.sampling import Sampler
@@ -132,7 +132,7 @@ def test_one_nan_among_the_logits_fails_the_request(library: Library, level: str
     model = make("llama")
     with torch.no_grad():
         model.lm_head.weight[130] = float("nan")  # the last column of an uneven panel
-    runner = runner_of(model, library=library, level=level, probe=False)
+    runner = runner_of(model, library=library, level=level, checks_parity=False)
     result = execute(runner, entries_of(runner, None, None, None))
     assert result.errors is not None
     assert len(result.errors) == 3
@@ -141,15 +141,13 @@ def test_one_nan_among_the_logits_fails_the_request(library: Library, level: str
     runner.close()
 
 
-def test_the_projects_sampler_becomes_native(library: Library) -> None:
+def test_tokens_are_selected_in_native_code(library: Library) -> None:
     model = make("llama")
-    runner = create_native_runner(model, sampler=Sampler(131), num_blocks=64, num_threads=1, library=library)
-    assert isinstance(runner, NativeRunner)
+    runner = runner_of(model, library=library)
     assert type(runner._sampler) is NativeSampler
     runner.close()
     spy = Spy()
-    runner = create_native_runner(model, sampler=spy, num_blocks=64, num_threads=1, library=library)
-    assert isinstance(runner, NativeRunner)
+    runner = runner_of(model, library=library, sampler=spy)
     assert runner._sampler is spy
     runner.close()
 
@@ -181,9 +179,9 @@ def test_weights_are_read_again(library: Library, name: str) -> None:
 
 
 def test_freed_weights_are_not_read_again(library: Library) -> None:
-    runner = runner_of(make("llama"), library=library, own_model=True)
+    runner = runner_of(make("llama"), library=library, is_owned=True)
     before = execute(runner, entries_of(runner, None, None)).token_ids
-    assert not runner.has_module
+    assert runner._module is None
     runner.reload_weights()
     assert execute(runner, entries_of(runner, None, None)).token_ids == before
     runner.close()

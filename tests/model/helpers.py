@@ -11,6 +11,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from aiocb.config import EngineConfig
+from aiocb.model.open import open_model
+from aiocb.model.request import ModelRequest, Opened
 from aiocb.records import Record
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import NULL_BLOCK, CacheLayout, Runner, StepEntry, StepResult
@@ -264,3 +267,8 @@ class ManualScheduler:
         while self.step():
             pass
         return [sequence.output for sequence in self.sequences]
+
+
+def open_module(model: Any, config: EngineConfig, sampler: Any = None) -> Opened:
+    """Open a module as an engine over a user's model does."""
+    return open_model(ModelRequest(config, model=model, sampler=sampler))

@@ -13,13 +13,12 @@ from aiocb.attention import create_backend
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, load
-from aiocb.model.build import build_runner
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.records import Record
 from aiocb.step import StepEntry, StepResult
 from tests.steps import CallbackSampler, Work, described, execute
 
-from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, tiny
+from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, open_module, prompt, tiny
 
 NUM_NEW = 10
 LENGTHS = (5, 19, 35, 7)
@@ -212,7 +211,7 @@ class TestChoices:
 
     def test_a_family_can_be_forced_to_be_generic(self) -> None:
         model = tiny("gemma2")
-        built = build_runner(model, EngineConfig(num_blocks=64, attention="cpu"), sampler=argmax_sampler)
+        built = open_module(model, EngineConfig(num_blocks=64, attention="cpu"), argmax_sampler)
         assert isinstance(built.runner, TorchRunner)
         tokens = prompt(30)
         assert run(built.runner, tokens) == [generate(model, tokens, NUM_NEW)]

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from aiocb.errors import ConfigError
-from aiocb.model.build import model_defaults
+from aiocb.model.defaults import model_defaults
 from aiocb.model.load.gguf_file import GgufFile, read_gguf
 from aiocb.model.load.gguf_keys import amend_config, check_keys, generation_values
 from aiocb.model.load.hub import LoadedModel, load

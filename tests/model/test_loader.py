@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import aiocb.model.load.gguf as gguf_module
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.build import build_runner, model_defaults
+from aiocb.model.defaults import model_defaults
 from aiocb.model.load import gguf_convert
 from aiocb.model.load.hub import LoadedModel, load
 
 from .gguf_files import write_gguf
-from .helpers import ManualScheduler, argmax_sampler, generate, prompt, tiny
+from .helpers import ManualScheduler, argmax_sampler, generate, open_module, prompt, tiny
 
 
 @pytest.fixture
@@ -368,7 +368,7 @@ def test_real_models_equal_generate(name: str) -> None:
         prompts = [(prompts[2] * 60)[:530], prompts[0]]  # longer than the window
         num_new = 6
     expected = [generate(loaded.model, tokens, num_new) for tokens in prompts]
-    runner = build_runner(loaded.model, EngineConfig(native=False, num_blocks=64), sampler=argmax_sampler).runner
+    runner = open_module(loaded.model, EngineConfig(native=False, num_blocks=64), argmax_sampler).runner
     scheduler = ManualScheduler(runner, chunk=200)
     for index, tokens in enumerate(prompts):
         scheduler.add(tokens, num_new, start_step=index)

@@ -10,22 +10,22 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from aiocb.attention.base import LayerSpec
-from aiocb.attention.sdpa import SdpaBackend
+from aiocb.attention.base import KVFormat, LayerSpec
+from aiocb.cache.manager import CacheManager
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.build import build_runner, model_defaults
+from aiocb.model.defaults import model_defaults
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.batch import PackedStep, pack
 from aiocb.model.eager.handlers import NotPlainError
 from aiocb.model.eager.masks import MaskKind, kind_of
-from aiocb.model.kv import choose_cache_size
+from aiocb.model.kv import choose_layout
 from aiocb.records import Record, Records
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import CacheGroup, CacheLayout, StepEntry, StepPlan, StepResult
 from tests.steps import CallbackSampler, Work, execute
 
-from .helpers import GREEDY, VOCAB, ManualScheduler, argmax_sampler, generate, prompt, tiny
+from .helpers import GREEDY, VOCAB, ManualScheduler, argmax_sampler, generate, open_module, prompt, tiny
 
 CPU = torch.device("cpu")
 
@@ -116,37 +116,40 @@ class TestMasks:
 
     def test_chunked_attention_bounds_the_length(self) -> None:
         model = tiny("llama4_text", attention_chunk_size=32, num_local_experts=2, head_dim=16, intermediate_size_mlp=96)
-        runner, _ = build_runner(model, EngineConfig(native=False, num_blocks=64), sampler=argmax_sampler)
+        runner = open_module(model, EngineConfig(native=False, num_blocks=64), argmax_sampler).runner
         assert runner.max_model_len == 32
 
 
 class TestCacheSize:
     SPECS = (LayerSpec(0, 4, 2, 64, 64, 0.1), LayerSpec(1, 4, 2, 64, 64, 0.1, window=128))
 
-    def size(self, max_model_len: int = 2048, **config: Any) -> Any:
+    def layout(self, max_model_len: int = 2048, **config: Any) -> Any:
         settings = EngineConfig(**config)
-        return choose_cache_size(SdpaBackend(), self.SPECS, settings, max_model_len, torch.float32, CPU)
+        kv_format = KVFormat.of(torch.float32)
+        return choose_layout(kv_format, self.SPECS, settings.page_size or 16, settings, max_model_len, CPU)
 
     def test_default_is_modest_and_explained(self) -> None:
-        size = self.size()
-        full, sliding = size.num_blocks
+        layout, choice = self.layout()
+        full, sliding = (group.num_blocks for group in layout.groups)
         assert full == 64 * 1024 // 16 + 1 and sliding < full
-        assert "64 requests" in size.choices[1].reason
+        assert "64 requests" in choice.reason
 
     def test_one_long_request_fits(self) -> None:
-        assert self.size(max_model_len=100_000).num_blocks[0] * 16 >= 100_000
+        assert (self.layout(max_model_len=100_000)[0].groups[0].num_blocks - 1) * 16 >= 100_000
 
-    def test_configured(self) -> None:
-        assert self.size(num_blocks=7, page_size=8).num_blocks == (7, 7)
-        assert self.size(page_size=8).page_size == 8
+    def test_as_many_blocks_as_were_asked_for_can_be_had(self) -> None:
+        layout, choice = self.layout(num_blocks=7, page_size=8)
+        assert [CacheManager(layout).pools[group].num_usable for group in (0, 1)] == [7, 7]
+        assert choice.value == "7" and layout.page_size == 8
+        assert [group.block_bytes for group in layout.groups] == [8 * 2 * 128 * 4] * 2
 
     def test_share_of_the_memory(self) -> None:
-        small, large = self.size(max_memory_percent=0.001), self.size(max_memory_percent=0.002)
-        assert 1.5 < large.num_blocks[0] / small.num_blocks[0] < 3
+        small, large = (self.layout(max_memory_percent=share)[0].groups[0] for share in (0.001, 0.002))
+        assert 1.5 < large.num_blocks / small.num_blocks < 3
 
     def test_no_room(self) -> None:
         with pytest.raises(ConfigError, match="no room"):
-            self.size(max_memory_percent=1e-9)
+            self.layout(max_memory_percent=1e-9)
 
 
 class TestBuild:
@@ -158,8 +161,8 @@ class TestBuild:
             return argmax_sampler(logits, entries, records)
 
         before = torch.get_num_threads()
-        runner, _ = build_runner(tiny("llama"), EngineConfig(native=False, num_blocks=64, num_threads=before + 1),
-                                 sampler=CallbackSampler(sampler))  # fmt: skip
+        runner = open_module(tiny("llama"), EngineConfig(native=False, num_blocks=64, num_threads=before + 1),
+                                 CallbackSampler(sampler)).runner  # fmt: skip
         scheduler = ManualScheduler(runner)
         scheduler.add(prompt(9), 2)
         scheduler.run()
@@ -167,7 +170,7 @@ class TestBuild:
 
     def test_torch_runner_with_the_real_sampler(self) -> None:
         model = tiny("qwen2")
-        runner, choices = build_runner(model, EngineConfig(native=False, num_blocks=64))
+        runner, _, _, choices, _ = open_module(model, EngineConfig(native=False, num_blocks=64))
         scheduler = ManualScheduler(runner)
         for index in range(3):
             scheduler.add(prompt(9 + index), 6)
@@ -183,10 +186,10 @@ class TestBuild:
     def test_lengths(self) -> None:
         model = tiny("llama")
         assert model_defaults(model).max_model_len == 512
-        runner, _ = build_runner(model, EngineConfig(native=False, num_blocks=64, max_model_len=100))
+        runner = open_module(model, EngineConfig(native=False, num_blocks=64, max_model_len=100)).runner
         assert runner.max_model_len == 100
         with pytest.raises(ConfigError, match="more than the model"):
-            build_runner(model, EngineConfig(native=False, max_model_len=513))
+            open_module(model, EngineConfig(native=False, max_model_len=513))
 
     def test_lengths_that_would_change_the_rotation_of_others(self) -> None:
         rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
@@ -204,7 +207,7 @@ class TestBuild:
 
     def test_native_that_cannot_be(self) -> None:
         with pytest.raises(ConfigError, match="native=True"):
-            build_runner(tiny("opt"), EngineConfig(native=True, attention=None, num_blocks=8), sampler=argmax_sampler)
+            open_module(tiny("opt"), EngineConfig(native=True, attention=None, num_blocks=8), argmax_sampler)
 
     def test_defaults(self) -> None:
         model = tiny("llama")

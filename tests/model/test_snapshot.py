@@ -21,7 +21,8 @@ from aiocb import kernels
 from aiocb.model.load import hub as loader
 from aiocb.model.load import snapshot
 from aiocb.model.native.families import Experts, describe
-from aiocb.model.open import Pretrained, open_pretrained
+from aiocb.model.open import open_model
+from aiocb.model.request import Material, ModelRequest, Opened
 from aiocb.sampling_params import ModelDefaults
 
 from .gguf_files import HEADS, HIDDEN, write_gguf
@@ -87,8 +88,8 @@ def tokens_of(path: Path, **options: Any) -> list[tuple[int, ...]]:
     return asyncio.run(main())
 
 
-def opened(path: Path, config: aiocb.EngineConfig = CONFIG, **options: Any) -> Pretrained:
-    result = open_pretrained(str(path), config, device="cpu", **options)
+def opened(path: Path, config: aiocb.EngineConfig = CONFIG, **options: Any) -> Opened:
+    result = open_model(ModelRequest(config, str(path), device="cpu", **options))
     result.runner.close()
     return result
 
@@ -124,7 +125,7 @@ def test_what_it_says_of_itself(model: Path, no_module: Any) -> None:
     assert second.tokenizer.encode("afbg") == first.tokenizer.encode("afbg")
     before, after = ({choice.name: choice for choice in one.choices} for one in (first, second))
     assert list(before) == list(after)
-    assert after["parity"].value == before["parity"].value + ", when this model was started first"
+    assert after["parity"] == before["parity"]._replace(reason="when this model was started first")
     del before["parity"], after["parity"]
     assert before == after
 
@@ -133,8 +134,10 @@ def test_what_it_says_of_itself(model: Path, no_module: Any) -> None:
 def test_no_modelling_code_is_imported(model: Path) -> None:
     opened(model)
     program = (
-        "import sys, aiocb\nfrom aiocb.model.open import open_pretrained\n"
-        f"open_pretrained({str(model)!r}, aiocb.EngineConfig(num_blocks=64), device='cpu').runner.close()\n"
+        "import sys, aiocb\nfrom aiocb.model.open import open_model\n"
+        "from aiocb.model.request import ModelRequest\n"
+        f"request = ModelRequest(aiocb.EngineConfig(num_blocks=64), {str(model)!r}, device='cpu')\n"
+        "open_model(request).runner.close()\n"
         "print(*[name for name in ('transformers.modeling_utils', 'torch._dynamo', 'aiocb.model.eager.adapter')"
         " if name in sys.modules], 'end')"
     )
@@ -246,9 +249,9 @@ def test_experts_are_written_down(tmp_path: Path, name: str) -> None:
     assert stored.keys() == model.state_dict().keys()
     encoded = snapshot.encode(description, stored)
     assert encoded is not None
-    snapshot.save(tmp_path / "native", encoded, ModelDefaults(128, 512), "", None, [], "")
+    snapshot._write(tmp_path / "native", encoded, Material(ModelDefaults(128, 512), ""))
     loaded = snapshot.load(tmp_path / "native", loader.Found((weights,), tmp_path, ""))
-    assert loaded is not None
+    assert loaded is not None and loaded.description is not None
     for before, after in zip(description.layers, loaded.description.layers, strict=True):
         assert isinstance(before.experts, Experts) and isinstance(after.experts, Experts)
         for one, other in zip(before.experts, after.experts, strict=True):
@@ -275,14 +278,14 @@ def test_writers_at_once_leave_a_whole_snapshot(gguf_file: Path, no_module: Any)
     found = loader.find(str(gguf_file), "auto", "cpu")
     assert found is not None
     stored = snapshot.load(folder, found)
-    assert stored is not None
+    assert stored is not None and stored.description is not None
     assert snapshot.encode(stored.description, load_file(found.weights[0])) is None, "another mapping of the file"
     one = snapshot.Encoded({"nothing": 1}, {str(index): torch.full((4096,), float(index)) for index in range(8)})
     other = folder.with_name("native-other")
 
     def write() -> None:
         for _ in range(20):
-            snapshot.save(other, one, stored.defaults, "", None, [], "")
+            snapshot._write(other, one, Material(stored.defaults, ""))
 
     threads = [threading.Thread(target=write) for _ in range(3)]
     for thread in threads:
@@ -300,7 +303,7 @@ def test_few_snapshots_of_a_model_are_kept(tmp_path: Path) -> None:
     encoded = snapshot.Encoded({}, {"0": torch.ones(2)})
     for index in range(snapshot._KEPT + 3):
         folder = tmp_path / f"model-{index:020x}"
-        snapshot.save(folder, encoded, ModelDefaults(8, 8), "", None, [], "")
+        snapshot._write(folder, encoded, Material(ModelDefaults(8, 8), ""))
         os.utime(folder, (index, index))
     (tmp_path / "other-0").mkdir()
     kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
@@ -315,6 +318,6 @@ def test_a_snapshot_that_cannot_be_made_costs_nothing(gguf_file: Path, monkeypat
         patch.setattr(snapshot, "encode", refuse)
         first = tokens_of(gguf_file)
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "save", refuse)
+        patch.setattr(snapshot, "_write", refuse)
         assert tokens_of(gguf_file) == first
     assert not snapshots(gguf_file)

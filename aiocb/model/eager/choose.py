@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -15,17 +16,35 @@ from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, load
 from aiocb.kernels.generic import GenericKernels
 from aiocb.model.kv import format_size, free_memory
+from aiocb.model.request import Candidate, Material, ModelRequest, Refusal
 
 if TYPE_CHECKING:
     from aiocb.model.eager.linears import PackedLinears
 
-__all__ = ["choose_backend", "pack_linears"]
+__all__ = ["choose_backend", "pack_linears", "plan"]
 
 AUTOMATIC = ("cpu", "sdpa", "eager")
 """Backends that are tried when none is configured, best first."""
 
 ALL_PACKED = 0.9
 """Share of the weights of products that must be packed for torch to be held to one thread."""
+
+
+def plan(request: ModelRequest, material: Material) -> Candidate | Refusal:
+    """Take any model, unless what was asked for is only to be had of the native kernels."""
+    from aiocb.model.eager.runner import TorchRunner
+    from aiocb.sampling.sampler import Sampler
+
+    config, module = request.config, material.module
+    if request.quantization is not None:
+        return Refusal(
+            f"quantization={request.quantization!r} needs the native CPU kernels (leave quantization out to run the "
+            "weights as they are)"
+        )
+    if config.native and config.attention is None:
+        return Refusal("native=True was asked for")
+    sampler = request.sampler or Sampler(material.defaults.vocab_size, device=str(module.device))
+    return Candidate(functools.partial(TorchRunner, module, config, sampler, max_model_len=material.max_model_len))
 
 
 def choose_backend(
@@ -40,6 +59,9 @@ def choose_backend(
     dtype_name = str(dtype).removeprefix("torch.")
 
     def refusal(backend: AttentionBackend) -> str | None:
+        sizes = backend.capabilities.page_sizes
+        if sizes and config.page_size not in (None, *sizes):
+            return f"it works on pages of {', '.join(map(str, sizes))} tokens, not {config.page_size}"
         reasons = (backend.capabilities.refusal(spec, device.type, dtype_name) for spec in layers)
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -59,9 +81,6 @@ def choose_backend(
             reasons.append(str(error))
             continue
         reason = refusal(backend)
-        sizes = backend.capabilities.page_sizes
-        if reason is None and sizes and config.page_size not in (None, *sizes):
-            reason = f"it works on pages of {', '.join(map(str, sizes))} tokens, not {config.page_size}"
         if reason is None:
             why = "native paged attention" if name == "cpu" else f"plain torch on {device.type}"
             return backend, Choice("attention", name, "; ".join([why, *reasons]))

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from aiocb.attention.base import KVFormat
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, pack_linears
-from aiocb.model.kv import PagedCache, choose_cache_size
+from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
 from aiocb.model.parity import check_parity as check_parity_of
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
@@ -85,13 +86,17 @@ class TorchRunner(ImmediateRunner):
         self._uses_native = self._backend.name == "cpu"
         self._linears, linears_choice = pack_linears(adapter.view.model, self._backend, config)
         self._uses_native |= self._linears is not None
-        specs = tuple(adapter.specs.values())
-        size = choose_cache_size(self._backend, specs, config, self._max_model_len, adapter.dtype, adapter.device)
-        self._cache = PagedCache(self._backend, specs, size.page_size, size.num_blocks, adapter.dtype, adapter.device)
-        self._records = Records(len(self._cache.layout.groups))
-        weight_format = str(adapter.dtype).removeprefix("torch.")
-        parity = (check_parity_of(self._model, self, weight_format),) if check_parity else ()
-        self.choices = (*self._length, attention_choice, linears_choice, *size.choices, *parity)
+        kv_format, name = KVFormat.of(adapter.dtype), self._backend.name
+        page_size, page_choice = choose_page_size(
+            config, self._backend.capabilities.default_page_size, f"attention {name!r}"
+        )
+        layout, layout_choice = choose_layout(
+            kv_format, adapter.specs.values(), page_size, config, self._max_model_len, adapter.device
+        )
+        self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
+        self._records = Records(len(layout.groups))
+        parity = (check_parity_of(self._model, self, kv_format.name),) if check_parity else ()
+        self.choices = (*self._length, attention_choice, linears_choice, page_choice, layout_choice, *parity)
 
     @property
     def cache_layout(self) -> CacheLayout:

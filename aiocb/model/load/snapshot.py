@@ -17,7 +17,7 @@ import importlib.metadata
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,13 +29,14 @@ import aiocb
 from aiocb import files
 from aiocb.config import Choice
 from aiocb.model.native.families import Experts, LayerDescription, ModelDescription, Projection
+from aiocb.model.request import Material
 from aiocb.sampling_params import ModelDefaults
 
 if TYPE_CHECKING:
     from aiocb.kernels import Library
     from aiocb.model.load.hub import Found
 
-__all__ = ["Encoded", "Snapshot", "encode", "load", "save", "snapshot_folder", "stored_weights"]
+__all__ = ["Encoded", "encode", "load", "save", "snapshot_folder", "stored_weights"]
 
 logger = logging.getLogger("aiocb.model")
 
@@ -43,26 +44,6 @@ _PACKAGE = Path(__file__).parents[2]
 _SOURCES = ("model/**/*.py", "model/**/*.json", "kernels/library.py", "sampling_params.py")
 _MAKER = "snapshot 2"
 _KEPT = 8  # per model: other versions, settings and earlier contents of its files
-
-
-class Snapshot(NamedTuple):
-    """What a start needs of a model that has been started before.
-
-    Attributes:
-        description: its tensors are views of the mapped weights file.
-        defaults: what the model says about itself.
-        length_reason: where `defaults.max_model_len` comes from.
-        tokenizer: None when there is none.
-        choices: what was decided while the model was loaded.
-        parity: what the comparison with the module's own forward gave when the snapshot was made.
-    """
-
-    description: ModelDescription
-    defaults: ModelDefaults
-    length_reason: str
-    tokenizer: Any
-    choices: tuple[Choice, ...]
-    parity: str
 
 
 def snapshot_folder(found: Found, library: Library, quantization: str | None) -> Path:
@@ -170,23 +151,27 @@ def _decoded(value: Any, weights: Mapping[str, Tensor], vectors: Mapping[str, Te
     return {key: _decoded(item, weights, vectors) for key, item in value.items()}
 
 
-def save(
-    folder: Path,
-    encoded: Encoded,
-    defaults: ModelDefaults,
-    length_reason: str,
-    tokenizer: Any,
-    choices: Sequence[Choice],
-    parity: str,
-) -> None:
-    """Write a snapshot, and remove the oldest of the model when there are many.
+def save(material: Material, description: ModelDescription, library: Library, quantization: str | None) -> None:
+    """Leave a snapshot of a module that lies in files, before its memory is taken; remove the oldest of many.
 
-    Raises:
-        Exception: the disk is full or read-only, or a value cannot be written.
+    A start that has succeeded does not fail for it: the next one only takes longer.
     """
+    found = material.found
+    if found is None:
+        return
+    folder = snapshot_folder(found, library, quantization)
+    try:
+        encoded = encode(description, stored_weights(material.module, found.weights))
+        if encoded is not None:
+            _write(folder, encoded, material)
+    except Exception:
+        logger.debug("no snapshot can be written to %s", folder, exc_info=True)
+
+
+def _write(folder: Path, encoded: Encoded, material: Material) -> None:
     from safetensors.torch import save_file
 
-    kind = type(tokenizer)
+    kind, defaults = type(material.tokenizer), material.defaults
     values = {
         "description": encoded.values,
         "defaults": {
@@ -195,10 +180,10 @@ def save(
             "eos_token_ids": list(defaults.eos_token_ids),
             "generation": dict(defaults.generation),
         },
-        "length_reason": length_reason,
-        "tokenizer": None if tokenizer is None else [kind.__module__, kind.__qualname__],
-        "choices": [list(choice) for choice in choices],
-        "parity": parity,
+        "length_reason": material.length_reason,
+        "tokenizer": None if material.tokenizer is None else [kind.__module__, kind.__qualname__],
+        "choices": [list(choice) for choice in material.choices if choice.name != "max_model_len"],
+        "parity": material.parity,
     }
     text = json.dumps(values)
     with files.locked(folder), files.make_folder(folder, _MAKER) as scratch:
@@ -209,7 +194,7 @@ def save(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def load(folder: Path, found: Found) -> Snapshot | None:
+def load(folder: Path, found: Found) -> Material | None:
     """Read a snapshot; None when there is none, or none that can be used."""
     from safetensors.torch import load_file
 
@@ -231,8 +216,14 @@ def load(folder: Path, found: Found) -> Snapshot | None:
             kind: Any = getattr(importlib.import_module(module), name)
             tokenizer = kind.from_pretrained(found.home)
         choices = tuple(Choice(*each) for each in values["choices"])
-        return Snapshot(
-            description, ModelDefaults(**defaults), values["length_reason"], tokenizer, choices, values["parity"]
+        return Material(
+            ModelDefaults(**defaults),
+            values["length_reason"],
+            description=description,
+            parity=values["parity"],
+            tokenizer=tokenizer,
+            choices=choices,
+            found=found,
         )
     except Exception:
         # The whole way says what is wrong, or goes on without it.

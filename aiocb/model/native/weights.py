@@ -6,7 +6,6 @@ gate and up columns needs no copy on the Python side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels import KernelError, Library, NativeModel
@@ -28,7 +27,6 @@ def build_native_model(
     description: ModelDescription,
     layout: CacheLayout,
     num_threads: int,
-    cores: Sequence[int] | None,
     level: str | None,
     copy_embedding: bool,
     quantization: str | None = None,
@@ -42,7 +40,7 @@ def build_native_model(
         KernelError: the kernels do not support a shape of the model.
     """
     config = _config(description, layout)
-    native = NativeModel(library, config, num_threads=num_threads, cores=cores, level=level)
+    native = NativeModel(library, config, num_threads=num_threads, level=level)
     for group, cache in enumerate(layout.groups):
         native.set_group(group, cache.num_blocks, len(cache.layers))
     _pack_all(native, description, layout, copy_embedding, quantization)
