@@ -30,7 +30,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from aiocb.cache.blocks import BlockPool
-from aiocb.cache.prefix import PrefixIndex, block_payload, chain_digest, root_digest
+from aiocb.cache.prefix import PrefixIndex, block_payload, chain_hash, root_hash
 from aiocb.cache.sequence import CachedSequence
 from aiocb.step import NULL_BLOCK, BlockCopy, CacheLayout
 
@@ -112,8 +112,8 @@ class CacheManager:
             free = pool.num_free - promised[g]
             if needed > free:
                 return False
-            for digest in sequence.digests[first:hit_blocks]:
-                block = self.indices[g].peek(digest)
+            for block_hash in sequence.block_hashes[first:hit_blocks]:
+                block = self.indices[g].peek(block_hash)
                 if block is not None and not pool.num_references(block):
                     free -= 1
             if needed > free:
@@ -125,25 +125,25 @@ class CacheManager:
     def match(self, sequence: CachedSequence) -> int:
         """Return how many leading blocks of a request need no computing: its own and what the prefix index has.
 
-        Pure apart from digests that are remembered. The last token is always left to compute.
+        Pure apart from hashes that are remembered. The last token is always left to compute.
         """
         start = sequence.num_computed_tokens // self.page_size
         if not self._is_current(sequence):
             return start
         limit = (len(sequence.tokens) - 1) // self.page_size
-        tokens, digests, page_size = sequence.tokens, sequence.digests, self.page_size
+        tokens, hashes, page_size = sequence.tokens, sequence.block_hashes, self.page_size
         # Blocks of its own count as found: what the window needs of them is there, or a later window needs less.
         runs = [start] * len(self.pools)
         best = start
         for i in range(start, limit):
-            if i >= len(digests):
-                self.extend_digests(sequence, i + 1)
-            digest = digests[i]
+            if i >= len(hashes):
+                self.extend_block_hashes(sequence, i + 1)
+            block_hash = hashes[i]
             page = tokens[i * page_size : (i + 1) * page_size]
             is_usable = True
             for g, index in enumerate(self.indices):
                 window = self._windows[g]
-                if index.find(digest, page) is not None:
+                if index.find(block_hash, page) is not None:
                     runs[g] += 1
                 elif window is None:
                     return best
@@ -168,7 +168,7 @@ class CacheManager:
             for i in range(start, num_blocks):
                 block: int | None = NULL_BLOCK
                 if i >= first:
-                    block = index.peek(sequence.digests[i])
+                    block = index.peek(sequence.block_hashes[i])
                     assert block is not None, "attach() without match()"
                     pool.retain(block)
                 assert block is not None
@@ -197,24 +197,24 @@ class CacheManager:
         # KV of older weights must not be found by requests that run with the new ones.
         if not self.sharing or sequence.cache_version != self.version:
             return
-        digests, page_size, indices = sequence.digests, self.page_size, self.indices
-        if len(digests) < start:
-            self.extend_digests(sequence, start)
+        hashes, page_size, indices = sequence.block_hashes, self.page_size, self.indices
+        if len(hashes) < start:
+            self.extend_block_hashes(sequence, start)
         for i in range(start, num_full):
             payload = block_payload(sequence.tokens[i * page_size : (i + 1) * page_size])
-            if i == len(digests):
-                digests.append(chain_digest(digests[-1] if digests else self._root(sequence), payload))
+            if i == len(hashes):
+                hashes.append(chain_hash(hashes[-1] if hashes else self._root(sequence), payload))
             for index, table in zip(indices, sequence.tables):
                 if table[i] != NULL_BLOCK:
-                    index.publish(table[i], digests[i], payload)
+                    index.publish(table[i], hashes[i], payload)
 
-    def extend_digests(self, sequence: CachedSequence, num_blocks: int) -> None:
-        """Compute the digests of a request's first `num_blocks` full blocks, as far as they are not there yet."""
-        digests, tokens, page_size = sequence.digests, sequence.tokens, self.page_size
-        parent = digests[-1] if digests else self._root(sequence)
-        for i in range(len(digests), num_blocks):
-            parent = chain_digest(parent, block_payload(tokens[i * page_size : (i + 1) * page_size]))
-            digests.append(parent)
+    def extend_block_hashes(self, sequence: CachedSequence, num_blocks: int) -> None:
+        """Compute the hashes of a request's first `num_blocks` full blocks, as far as they are not there yet."""
+        hashes, tokens, page_size = sequence.block_hashes, sequence.tokens, self.page_size
+        parent = hashes[-1] if hashes else self._root(sequence)
+        for i in range(len(hashes), num_blocks):
+            parent = chain_hash(parent, block_payload(tokens[i * page_size : (i + 1) * page_size]))
+            hashes.append(parent)
 
     def reset_prefix(self) -> None:
         """Forget all prefixes and start a new weights version; what requests hold stays theirs, but is not shared."""
@@ -336,7 +336,7 @@ class CacheManager:
                 for block in table:
                     references[g][block] += block != NULL_BLOCK
             if sequence.tables and sequence.cache_version == self.version:
-                self._check_digests(sequence)
+                self._check_block_hashes(sequence)
         for tables in held:
             for g, table in enumerate(tables):
                 for block in table:
@@ -347,27 +347,27 @@ class CacheManager:
             counted = [pool.num_references(block) for block in range(pool.num_blocks)]
             assert counted == expected, "reference counts and tables disagree"
 
-    def _check_digests(self, sequence: CachedSequence) -> None:
+    def _check_block_hashes(self, sequence: CachedSequence) -> None:
         check = CachedSequence(sequence.tokens, sequence.cache_salt)
         check.cache_version = sequence.cache_version
-        self.extend_digests(check, max(len(sequence.digests), sequence.num_published))
-        assert check.digests[: len(sequence.digests)] == sequence.digests, "digests of other tokens"
+        self.extend_block_hashes(check, max(len(sequence.block_hashes), sequence.num_published))
+        assert check.block_hashes[: len(sequence.block_hashes)] == sequence.block_hashes, "hashes of other tokens"
         for index, table in zip(self.indices, sequence.tables, strict=True):
             for i, block in enumerate(table):
                 if block != NULL_BLOCK and index.is_published(block):
                     assert (i + 1) * self.page_size <= sequence.num_computed_tokens, "published before it was written"
-                    assert index.peek(check.digests[i]) == block
+                    assert index.peek(check.block_hashes[i]) == block
 
     # Internals
 
     def _root(self, sequence: CachedSequence) -> bytes:
-        return root_digest(sequence.cache_salt, sequence.cache_version)
+        return root_hash(sequence.cache_salt, sequence.cache_version)
 
     def _is_current(self, sequence: CachedSequence) -> bool:
         # A request that holds nothing moves to the present weights; one that holds KV belongs to its old ones.
         if sequence.cache_version != self.version and not sequence.capacity:
             sequence.cache_version = self.version
-            sequence.digests = []
+            sequence.block_hashes = []
         return self.sharing and sequence.cache_version == self.version
 
     def _open(self, sequence: CachedSequence) -> None:

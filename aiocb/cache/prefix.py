@@ -1,6 +1,6 @@
-"""Finds blocks whose KV is already there: `PrefixIndex`, from the chained digest of a full block to its physical block.
+"""Finds blocks whose KV is already there: `PrefixIndex`, from the hash of a full block to the physical one.
 
-The digest of block i covers the salt, the weights version and *every* token up to the end of block i, so equal digests
+The hash of block i covers the salt, the weights version and *every* token up to the end of block i, so equal hashes
 mean an equal history. It is a 256-bit BLAKE2b (Python's own `hash` would let one tenant forge another's prefix), and a
 hit is verified against the block's own tokens on top of that.
 
@@ -15,12 +15,12 @@ from struct import pack
 
 from aiocb.cache.blocks import BlockPool
 
-__all__ = ["PrefixIndex", "block_payload", "chain_digest", "root_digest"]
+__all__ = ["PrefixIndex", "block_payload", "chain_hash", "root_hash"]
 
-_DIGEST_SIZE = 32
+_HASH_BYTES = 32
 
 
-def root_digest(salt: str | bytes | None, version: int) -> bytes:
+def root_hash(salt: str | bytes | None, version: int) -> bytes:
     """Digest of the empty prefix: what separates tenants (salt) and weights (version)."""
     if salt is None:
         data = b"n"
@@ -28,17 +28,17 @@ def root_digest(salt: str | bytes | None, version: int) -> bytes:
         data = b"s" + salt.encode("utf-8", "surrogatepass")
     else:
         data = b"b" + salt
-    return blake2b(version.to_bytes(8, "little") + data, digest_size=_DIGEST_SIZE).digest()
+    return blake2b(version.to_bytes(8, "little") + data, digest_size=_HASH_BYTES).digest()
 
 
 def block_payload(tokens: Sequence[int]) -> bytes:
-    """The tokens of one block as bytes: what is digested, and what a hit is verified against."""
+    """The tokens of one block as bytes: what is hashed, and what a hit is verified against."""
     return pack(f"{len(tokens)}q", *tokens)
 
 
-def chain_digest(parent: bytes, payload: bytes) -> bytes:
+def chain_hash(parent: bytes, payload: bytes) -> bytes:
     """Digest of the prefix that ends with this block."""
-    return blake2b(parent + payload, digest_size=_DIGEST_SIZE).digest()
+    return blake2b(parent + payload, digest_size=_HASH_BYTES).digest()
 
 
 class PrefixIndex:
@@ -48,64 +48,64 @@ class PrefixIndex:
         pool: of the same group; the index reads reference counts and changes nothing in it.
     """
 
-    __slots__ = ("_blocks", "_digests", "_payloads", "_pool")
+    __slots__ = ("_blocks", "_hashes", "_payloads", "_pool")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._blocks: dict[bytes, int] = {}
-        self._digests: list[bytes | None] = [None] * pool.num_blocks
+        self._hashes: list[bytes | None] = [None] * pool.num_blocks
         self._payloads: list[bytes] = [b""] * pool.num_blocks
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def find(self, digest: bytes, tokens: Sequence[int]) -> int | None:
+    def find(self, block_hash: bytes, tokens: Sequence[int]) -> int | None:
         """Return the block that holds exactly this prefix's last page, or None.
 
         Args:
-            digest: of the prefix up to and including the block.
+            block_hash: of the prefix up to and including the block.
             tokens: of the block itself.
         """
-        block = self._blocks.get(digest)
+        block = self._blocks.get(block_hash)
         if block is None or self._payloads[block] != block_payload(tokens):
             return None
         return block
 
-    def peek(self, digest: bytes) -> int | None:
-        """As `find`, without verification: only for digests that `find` has just verified."""
-        return self._blocks.get(digest)
+    def peek(self, block_hash: bytes) -> int | None:
+        """As `find`, without verification: only for hashes that `find` has just verified."""
+        return self._blocks.get(block_hash)
 
     def is_published(self, block: int) -> bool:
         """True when the block's contents can be hit."""
-        return self._digests[block] is not None
+        return self._hashes[block] is not None
 
-    def publish(self, block: int, digest: bytes, payload: bytes) -> None:
+    def publish(self, block: int, block_hash: bytes, payload: bytes) -> None:
         """Make a full block findable; call it only once its KV has been written.
 
         When another block has the same contents, the one that is in use wins: a free one may be evicted any moment.
 
         Args:
             block: physical block.
-            digest: of the prefix up to and including it.
+            block_hash: of the prefix up to and including it.
             payload: `block_payload` of its own tokens.
         """
-        if self._digests[block] is not None:
+        if self._hashes[block] is not None:
             return
-        other = self._blocks.get(digest)
+        other = self._blocks.get(block_hash)
         if other is not None:
             if self._pool.num_references(other):
                 return
             self.withdraw(other)
-        self._blocks[digest] = block
-        self._digests[block] = digest
+        self._blocks[block_hash] = block
+        self._hashes[block] = block_hash
         self._payloads[block] = payload
 
     def withdraw(self, block: int) -> None:
         """Forget a block whose contents are about to be overwritten; no-op when it was not published."""
-        digest = self._digests[block]
-        if digest is not None:
-            del self._blocks[digest]
-            self._digests[block] = None
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._blocks[block_hash]
+            self._hashes[block] = None
             self._payloads[block] = b""
 
     def clear(self) -> None:
@@ -119,12 +119,12 @@ class PrefixIndex:
         Raises:
             AssertionError: the two directions of the index disagree.
         """
-        forward = {(digest, block) for digest, block in self._blocks.items()}
-        backward = {(digest, block) for block, digest in enumerate(self._digests) if digest is not None}
-        assert forward == backward, "digests and blocks are not one to one"
-        assert self._digests[0] is None, "the null block is published"
-        for block, digest in enumerate(self._digests):
-            assert bool(self._payloads[block]) == (digest is not None), f"block {block} keeps a stale payload"
+        forward = {(block_hash, block) for block_hash, block in self._blocks.items()}
+        backward = {(block_hash, block) for block, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert forward == backward, "hashes and blocks are not one to one"
+        assert self._hashes[0] is None, "the null block is published"
+        for block, block_hash in enumerate(self._hashes):
+            assert bool(self._payloads[block]) == (block_hash is not None), f"block {block} keeps a stale payload"
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self._blocks)} blocks>"

@@ -22,16 +22,16 @@ class CachedSequence:
         num_sent_blocks: leading logical blocks of the tables that the runner has been told of.
         capacity: tokens that the tables have room for.
         first_blocks: per group, the first logical block that has not fallen out of the window.
-        digests: chained digest of each full block, as far as they were needed.
+        block_hashes: chained hash of each full block, as far as they were needed.
         num_published: leading full blocks that were offered to the prefix index.
-        cache_version: weights version that the KV and the digests belong to.
+        cache_version: weights version that the KV and the hashes belong to.
     """
 
     __slots__ = (
         "cache_salt",
         "cache_version",
         "capacity",
-        "digests",
+        "block_hashes",
         "first_blocks",
         "num_computed_tokens",
         "num_published",
@@ -50,6 +50,6 @@ class CachedSequence:
         self.num_sent_blocks = 0
         self.capacity = 0
         self.first_blocks: list[int] = []
-        self.digests: list[bytes] = []
+        self.block_hashes: list[bytes] = []
         self.num_published = 0
         self.cache_version = -1

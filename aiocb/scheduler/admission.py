@@ -169,8 +169,8 @@ class Admission:
         if leader is not None and leader.id in self.roster.prefilling and leader.num_computed_tokens < common:
             found = leader, common
         elif cache.sharing:
-            cache.extend_digests(request, len(request.tokens) // cache.page_size)
-            found = self.roster.pending.find(request.digests, hits, (len(request.tokens) - 1) // cache.page_size)
+            cache.extend_block_hashes(request, len(request.tokens) // cache.page_size)
+            found = self.roster.pending.find(request.block_hashes, hits, (len(request.tokens) - 1) // cache.page_size)
         # A more important request does not wait for the turn of a less important one.
         return found if found is None or found[0].rank[0] <= request.rank[0] else None
 

@@ -35,34 +35,34 @@ class PendingPrefixes:
         return len(self._owners)
 
     def add(self, owner: Request, start: int) -> None:
-        """Note that `owner` is going to compute its blocks from `start` on (their digests are there)."""
+        """Note that `owner` is going to compute its blocks from `start` on (their hashes are there)."""
         assert owner.pending_start < 0
         owner.pending_start = start
         owners = self._owners
-        for digest in owner.digests[start:]:
-            owners.setdefault(digest, owner)
+        for block_hash in owner.block_hashes[start:]:
+            owners.setdefault(block_hash, owner)
 
     def discard(self, owner: Request) -> None:
         """Note that `owner` computes nothing more of its prefix. Idempotent."""
         if owner.pending_start < 0:
             return
         owners = self._owners
-        for digest in owner.digests[owner.pending_start :]:
-            if owners.get(digest) is owner:
-                del owners[digest]
+        for block_hash in owner.block_hashes[owner.pending_start :]:
+            if owners.get(block_hash) is owner:
+                del owners[block_hash]
         owner.pending_start = -1
 
-    def find(self, digests: list[bytes], start: int, end: int) -> tuple[Request, int] | None:
-        """Return who is computing block `start` of these digests, and how many tokens up to block `end` both share."""
+    def find(self, hashes: list[bytes], start: int, end: int) -> tuple[Request, int] | None:
+        """Return who is computing block `start` of these hashes, and how many tokens up to block `end` both share."""
         owners = self._owners
         if start >= end:
             return None
-        owner = owners.get(digests[start])
+        owner = owners.get(hashes[start])
         # Computed already and yet not found by the look-up: it has been evicted again, so there is nothing to wait for.
         if owner is None or (start + 1) * self._page_size <= owner.num_computed_tokens:
             return None
         common = start + 1
-        while common < end and owners.get(digests[common]) is owner:
+        while common < end and owners.get(hashes[common]) is owner:
             common += 1
         return owner, common * self._page_size
 

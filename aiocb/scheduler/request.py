@@ -15,6 +15,7 @@ from aiocb.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aiocb.outputs import FinishReason
+    from aiocb.scheduler.queue import Waiting
 
 __all__ = ["TRANSITIONS", "ParallelGroup", "Request", "RequestStatus"]
 
@@ -183,7 +184,7 @@ class Request(CachedSequence):
         if group is not None:
             group.requests.append(self)
         # Bookkeeping of WaitingQueue (its heap entry) and PendingPrefixes.
-        self.queue_entry: tuple[int, int, Request] | None = None
+        self.queue_entry: Waiting | None = None
         self.parked_on: Request | None = None
         self.followers: list[tuple[int, Request]] = []
         self.pending_start = -1

@@ -105,7 +105,7 @@ class Roster:
         """Note that an admitted request computes the rest of its prefix, so that others can wait for it."""
         cache = self.cache
         if cache.sharing and request.cache_version == cache.version:
-            cache.extend_digests(request, len(request.tokens) // cache.page_size)
+            cache.extend_block_hashes(request, len(request.tokens) // cache.page_size)
             self.pending.add(request, request.num_computed_tokens // cache.page_size)
 
     def settle(self, request: Request) -> None:

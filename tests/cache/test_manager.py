@@ -178,8 +178,8 @@ def test_a_hit_on_a_sliding_group_needs_only_the_window() -> None:
     # The blocks out of the window were given back long ago, and reused by nobody: make them go.
     for block in cache.pools[1].free_blocks():
         tokens = first.tokens
-        if cache.indices[1].find(first.digests[6], tokens[24:28]) != block and (
-            cache.indices[1].find(first.digests[5], tokens[20:24]) != block
+        if cache.indices[1].find(first.block_hashes[6], tokens[24:28]) != block and (
+            cache.indices[1].find(first.block_hashes[5], tokens[20:24]) != block
         ):
             cache.indices[1].withdraw(block)
     second = CachedSequence([*range(29), 7, 7])
@@ -197,7 +197,7 @@ def test_a_sliding_only_model_is_hit_across_lost_blocks() -> None:
     first = CachedSequence(list(range(30)))
     compute(cache, first)
     for i in range(3):
-        block = cache.indices[0].peek(first.digests[i])
+        block = cache.indices[0].peek(first.block_hashes[i])
         assert block is not None
         cache.indices[0].withdraw(block)
     assert hit(cache, range(30)) == 28
@@ -281,7 +281,7 @@ def test_usage_counts_references_only_and_by_size() -> None:
     assert "cached 10" in repr(cache)
 
 
-def test_publishing_long_after_forking_fills_in_the_digests() -> None:
+def test_publishing_long_after_forking_fills_in_the_hashes() -> None:
     cache = make()
     leader = CachedSequence(list(range(12)))
     compute(cache, leader)

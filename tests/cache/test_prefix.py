@@ -8,23 +8,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiocb.cache import BlockPool, PrefixIndex
-from aiocb.cache.prefix import block_payload, chain_digest, root_digest
+from aiocb.cache.prefix import block_payload, chain_hash, root_hash
 
 
 def digest_of(*tokens: int) -> bytes:
-    return chain_digest(root_digest(None, 0), block_payload(tokens))
+    return chain_hash(root_hash(None, 0), block_payload(tokens))
 
 
 @pytest.mark.parametrize("other", [("a", 0), (b"a", 0), ("", 0), (None, 1), ("b", 0), ("n", 0)])
 def test_salt_and_version_separate(other: tuple[str | bytes | None, int]) -> None:
-    digests = {root_digest(None, 0), root_digest("\ud800", 0)}
-    assert root_digest(*other) not in digests
+    digests = {root_hash(None, 0), root_hash("\ud800", 0)}
+    assert root_hash(*other) not in digests
 
 
 def test_the_digest_covers_all_that_came_before() -> None:
-    root = root_digest(None, 0)
+    root = root_hash(None, 0)
     first, second = block_payload([1, 2]), block_payload([3, 4])
-    assert chain_digest(chain_digest(root, first), second) != chain_digest(chain_digest(root, second), second)
+    assert chain_hash(chain_hash(root, first), second) != chain_hash(chain_hash(root, second), second)
 
 
 def test_a_hit_is_verified_against_the_tokens() -> None:

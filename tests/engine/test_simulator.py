@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aiocb.cache import manager
-from aiocb.cache.prefix import root_digest
+from aiocb.cache.prefix import root_hash
 from aiocb.engine.core import EngineCore
 from aiocb.engine.delivery import Delivery
 from aiocb.scheduler.scheduler import Scheduler
@@ -119,7 +119,7 @@ class TestMistakesAreNoticed:
         self.fails("do not end")
 
     def test_prefixes_of_other_salts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(manager, "root_digest", lambda salt, version: root_digest(None, version))
+        monkeypatch.setattr(manager, "root_hash", lambda salt, version: root_hash(None, version))
         self.fails("sees other KV than its own")
 
     @pytest.mark.parametrize("name", ["preempt_all", "reset_prefix_cache"])

@@ -13,7 +13,7 @@ from aiocb.testing.oracle import simple_layout
 def make(number: int, tokens: list[int], cache: CacheManager) -> Request:
     request = Request(number, tokens, SamplingParams(), max_tokens=len(tokens) + 4)
     cache.match(request)
-    cache.extend_digests(request, len(tokens) // 4)
+    cache.extend_block_hashes(request, len(tokens) // 4)
     return request
 
 
@@ -22,15 +22,15 @@ def test_what_was_computed_and_evicted_again_is_not_waited_for() -> None:
     pending = PendingPrefixes(4)
     owner, other = make(1, list(range(16)), cache), make(2, list(range(17)), cache)
     pending.add(owner, 0)
-    assert pending.find(other.digests, 0, 4) == (owner, 16)
-    assert pending.find(other.digests, 0, 2) == (owner, 8)
-    assert pending.find(other.digests, 2, 2) is None
+    assert pending.find(other.block_hashes, 0, 4) == (owner, 16)
+    assert pending.find(other.block_hashes, 0, 2) == (owner, 8)
+    assert pending.find(other.block_hashes, 2, 2) is None
     owner.num_computed_tokens = 8
-    assert pending.find(other.digests, 1, 4) is None
-    assert pending.find(other.digests, 2, 4) == (owner, 16)
+    assert pending.find(other.block_hashes, 1, 4) is None
+    assert pending.find(other.block_hashes, 2, 4) == (owner, 16)
     pending.discard(owner)
     pending.discard(owner)
-    assert pending.find(other.digests, 2, 4) is None and len(pending) == 0
+    assert pending.find(other.block_hashes, 2, 4) is None and len(pending) == 0
 
 
 def test_the_first_owner_of_a_prefix_stays() -> None:
@@ -39,10 +39,10 @@ def test_the_first_owner_of_a_prefix_stays() -> None:
     first, second = make(1, list(range(8)), cache), make(2, list(range(16)), cache)
     pending.add(first, 0)
     pending.add(second, 0)
-    assert pending.find(second.digests, 0, 4) == (first, 8)
-    assert pending.find(second.digests, 2, 4) == (second, 16)
+    assert pending.find(second.block_hashes, 0, 4) == (first, 8)
+    assert pending.find(second.block_hashes, 2, 4) == (second, 16)
     pending.discard(second)
-    assert pending.find(second.digests, 0, 4) == (first, 8)
+    assert pending.find(second.block_hashes, 0, 4) == (first, 8)
 
 
 def test_waking_takes_those_who_waited_long_enough() -> None:
