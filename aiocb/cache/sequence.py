@@ -28,10 +28,10 @@ class CachedSequence:
     """
 
     __slots__ = (
+        "block_hashes",
         "cache_salt",
         "cache_version",
         "capacity",
-        "block_hashes",
         "first_blocks",
         "num_computed_tokens",
         "num_published",
