@@ -33,6 +33,7 @@ _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-
 _AVX2 = ("-mavx2", "-mfma", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
+_ROOMS = ("dispatch", "model", "step", "operators", "bench", "executor", "pool", "memory", "layout")
 _BUILD_TIMEOUT_S = 300.0
 
 
@@ -62,8 +63,7 @@ def _units() -> tuple[_Unit, ...]:
     return (
         *levels,
         _Unit("portable", "level.cpp", ("-O2", "-DAIOCB_ISA=portable")),
-        _Unit("api", "api.cpp", ("-O2",)),
-        _Unit("pool", "pool.cpp", ("-O2",)),
+        *(_Unit(name, f"{name}.cpp", ("-O2",)) for name in _ROOMS),
     )
 
 
@@ -74,7 +74,7 @@ _NEEDS = {
 }
 
 
-_SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the level below it, see is_worth_it in api.cpp
+_SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the level below it, see is_worth_it in dispatch.cpp
 
 
 def _processor_features() -> set[str] | None:
@@ -119,7 +119,7 @@ def _supported(
     }
     missing = tuple(f"-DAIOCB_NO_{name.upper()}" for name in sorted(dropped))
     return tuple(
-        unit._replace(flags=unit.flags + missing) if unit.source == "api.cpp" else unit
+        unit._replace(flags=unit.flags + missing) if unit.source == "dispatch.cpp" else unit
         for unit in units
         if unit.name not in dropped
     )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from aiocb.kernels import Library, NativeModel
-from aiocb.kernels.library import FORMATS, ModelConfig, StepArguments
+from aiocb.kernels.interface import FORMATS, ModelConfig, StepArguments
 from aiocb.model.native.runner import PAGE_SIZE, NativeRunner
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import NULL_BLOCK, BlockCopy
@@ -25,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def native(library: Library, level: str, dtype: str, *, num_threads: int = 2, **fields: Any) -> NativeModel:
     values: dict[str, Any] = {
         "num_layers": 1, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 64,
-        "vocab_size": 64, "format": FORMATS[dtype], "embedding_format": FORMATS[dtype], "num_groups": 1,
+        "vocab_size": 64, "format": FORMATS[dtype], "num_groups": 1,
         "norm_eps": 1e-5, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     } | fields  # fmt: skip
     return NativeModel(library, ModelConfig(**values), num_threads=num_threads, level=level)
@@ -40,19 +38,17 @@ class Rows:
 
 def step_arguments(sequences: Sequence[Rows], keep: list[Any], *, ids: Sequence[int] | None = None) -> StepArguments:
     total = sum(s.count for s in sequences)
-    arrays = [
-        array("i", ids if ids is not None else [0] * total),
-        array("i", [s.start for s in sequences]),
-        array("i", [s.count for s in sequences]),
-        array("i", [b for s in sequences for b in s.table]),
-        array("i", [0, *np.cumsum([len(s.table) for s in sequences]).tolist()]),
-    ]
-    keep.extend(arrays)
-    pointers = ctypes.c_void_p * 1
-    address = [a.buffer_info()[0] for a in arrays]
+    tables = [block for s in sequences for block in s.table]
+    arrays = {
+        "token_ids": array("i", ids if ids is not None else [0] * total), "rows": array("i", range(len(sequences))),
+        "starts": array("i", [s.start for s in sequences]), "lengths": array("i", [s.count for s in sequences]),
+        "block_starts": array("i", [0] * len(sequences)), "new_blocks": array("i", tables),
+        "block_counts": array("i", [len(s.table) for s in sequences]),
+    }  # fmt: skip
+    keep.append(arrays)
     return StepArguments(
-        num_tokens=total, num_sequences=len(sequences), num_outputs=0, token_ids=address[0], starts=address[1],
-        lengths=address[2], tables=pointers(address[3]), table_offsets=pointers(address[4]),
+        num_tokens=total, num_sequences=len(sequences), num_outputs=0, num_new_blocks=len(tables),
+        **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from ctypes import byref
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from aiocb.kernels import Library
-from aiocb.kernels.library import ACTIVATIONS, FORMATS
+from aiocb.kernels.generic import GenericKernels
+from aiocb.kernels.interface import ACTIVATIONS, FORMATS
 from tests.kernels.helpers import DTYPES, Rows, native, step_arguments
 
 
@@ -68,10 +70,13 @@ def test_norm(library: Library, level: str, width: int, is_layer_norm: bool, dty
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, width) * 3 + 1, torch.randn(width), torch.randn(width)
     out = torch.empty(5, width, dtype=DTYPES[dtype])
-    library.calls.aiocb_norm(
-        level.encode(), weight.data_ptr(), bias.data_ptr() if is_layer_norm else None, is_layer_norm, 1e-5,
+    kernels = GenericKernels(library, level=level)
+    code = library.calls.aiocb_norm(
+        kernels.handle, weight.data_ptr(), bias.data_ptr() if is_layer_norm else None, is_layer_norm, 1e-5,
         x.data_ptr(), 5, width, FORMATS[dtype], out.data_ptr(),
     )  # fmt: skip
+    assert code == 0
+    kernels.close()
     if is_layer_norm:
         expected = torch.nn.functional.layer_norm(x, (width,), weight, bias, 1e-5)
     else:
@@ -92,27 +97,26 @@ def test_activation(library: Library, level: str, kind: str) -> None:
         "relu2": lambda x: torch.relu(x) ** 2,
     }
     expected = functions[kind](gate.double())
+    kernels = GenericKernels(library, level=level)
     for other, wanted in ((None, expected), (up, expected * up.double())):
         out = torch.empty(len(gate))
-        library.calls.aiocb_activation(
-            level.encode(), ACTIVATIONS[kind], gate.data_ptr(), None if other is None else other.data_ptr(), len(gate),
+        code = library.calls.aiocb_activation(
+            kernels.handle, ACTIVATIONS[kind], gate.data_ptr(), None if other is None else other.data_ptr(), len(gate),
             out.data_ptr(),
         )  # fmt: skip
+        assert code == 0
         torch.testing.assert_close(out.double(), wanted, rtol=2e-6, atol=2e-6)
+    kernels.close()
 
 
-def _rope(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rope(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
     """x [T, heads, D], the first 2 * len(frequencies) dims rotate."""
     half = len(frequencies)
     angles = positions[:, None].float() * frequencies  # [T, half]
     cosine, sine = angles.cos()[:, None].double(), angles.sin()[:, None].double()
     y = x.clone()
-    if interleaved:
-        a, b = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-        y[..., 0 : 2 * half : 2], y[..., 1 : 2 * half : 2] = a * cosine - b * sine, b * cosine + a * sine
-    else:
-        a, b = x[..., :half], x[..., half : 2 * half]
-        y[..., :half], y[..., half : 2 * half] = a * cosine - b * sine, b * cosine + a * sine
+    a, b = x[..., :half], x[..., half : 2 * half]
+    y[..., :half], y[..., half : 2 * half] = a * cosine - b * sine, b * cosine + a * sine
     return y
 
 
@@ -120,7 +124,7 @@ CASES: list[dict[str, Any]] = [
     {"heads": 4, "kv": 2, "dim": 32},
     {"heads": 9, "kv": 3, "dim": 64, "rotary": 64},
     {"heads": 8, "kv": 1, "dim": 80, "rotary": 20, "window": 37},
-    {"heads": 4, "kv": 4, "dim": 128, "rotary": 128, "interleaved": True},
+    {"heads": 4, "kv": 4, "dim": 128, "rotary": 128},
     {"heads": 7, "kv": 1, "dim": 256, "window": 16, "softcap": 5.0},
     {"heads": 6, "kv": 2, "dim": 96, "sinks": True, "scale": 0.3},
     {"heads": 64, "kv": 1, "dim": 48, "window": 130, "sinks": True},
@@ -144,8 +148,10 @@ def test_layers_of_a_large_cache_lie_apart(library: Library, level: str) -> None
                 keep: list[Any] = []
                 arguments = step_arguments([Rows([7, 60, 2], start, count)], keep)
                 rows, out = qkv[start : start + count].contiguous(), torch.full((count, heads * dim), math.nan)
-                model._check(
-                    library.calls.aiocb_attention(model.handle, arguments, layer, rows.data_ptr(), out.data_ptr())
+                model.check(
+                    library.calls.aiocb_attention(
+                        model.handle, byref(arguments), layer, rows.data_ptr(), out.data_ptr()
+                    )
                 )
                 found.append(out.numpy())
         model.copy_block(0, 60, 61)
@@ -166,11 +172,10 @@ def test_attention(library: Library, level: str, dtype: str, case: dict[str, Any
     """Rotary embedding, cache write and attention over mixed steps, against a dense reference in float64."""
     heads, kv, dim, window = case["heads"], case["kv"], case["dim"], case.get("window", 0)
     rotary, softcap, scale = case.get("rotary", 0), case.get("softcap", 0.0), case.get("scale", dim**-0.5)
-    interleaved = case.get("interleaved", False)
     torch.manual_seed(0)
     model = native(
         library, level, dtype, num_heads=heads, num_kv_heads=kv, head_dim=dim, rotary_dim=rotary,
-        num_ropes=int(rotary > 0), is_interleaved=interleaved, attention_softcap=softcap,
+        num_ropes=int(rotary > 0), attention_softcap=softcap,
     )  # fmt: skip
     model.set_group(0, 64, 1)
     model.set_layer(0, window=window, rope=0 if rotary else -1, group=0, group_layer=0, scale=scale)
@@ -201,7 +206,7 @@ def test_attention(library: Library, level: str, dtype: str, case: dict[str, Any
         arguments = step_arguments([Rows(tables[s], start, count) for s, start, count in step], keep)
         qkv = torch.cat([inputs[s][start : start + count] for s, start, count in step])
         out: Any = torch.full((len(qkv), heads * dim), math.nan)
-        model._check(library.calls.aiocb_attention(model.handle, arguments, 0, qkv.data_ptr(), out.data_ptr()))
+        model.check(library.calls.aiocb_attention(model.handle, byref(arguments), 0, qkv.data_ptr(), out.data_ptr()))
         for (s, start, count), rows in zip(step, out.split([count for _, _, count in step])):
             outputs[s][start : start + count] = rows
     for length, x, out in zip(lengths, inputs, outputs):
@@ -209,7 +214,7 @@ def test_attention(library: Library, level: str, dtype: str, case: dict[str, Any
         q, k, v = packed.split([heads, kv, kv], dim=1)
         positions = torch.arange(length)
         if rotary:
-            q, k = (_rope(part, positions, frequencies, interleaved) for part in (q, k))
+            q, k = (_rope(part, positions, frequencies) for part in (q, k))
         q, k, v = (part.to(DTYPES[dtype]).double().transpose(0, 1) for part in (q, k, v))
         k, v = (part.repeat_interleave(heads // kv, dim=0) for part in (k, v))
         scores = q @ k.transpose(1, 2) * scale

@@ -369,11 +369,11 @@ inline Int8Rows best_int8_rows(bool has_vnni) {
 
 template <class Epilogue>
 AIOCB_INLINE void run_int8_panels(const Linear& linear, Int8Rows compute, const char* a, int64_t a_stride, int rows,
-                                  const char* next, int thread, int num_threads, Epilogue& epilogue) {
+                                  const char* next, const Lane& lane, Epilogue& epilogue) {
   alignas(64) float sums[kInt8Rows * kPanel];
   const int blocks = (rows + kInt8Rows - 1) / kInt8Rows, groups = int8_groups(linear.depth);
   const int64_t total = int64_t(linear.panels) * blocks;
-  const int64_t begin = total * thread / num_threads, end = total * (thread + 1) / num_threads;
+  const int64_t begin = total * lane.thread / lane.num_threads, end = total * (lane.thread + 1) / lane.num_threads;
   const int lines = blocks == 1 ? 4 : blocks < 4 ? 2 : 1;  // of the next panel, as in compute_shared
   for (int64_t item = begin; item < end; ++item) {
     const int panel = int(item / blocks), block = int(item % blocks);
@@ -397,17 +397,16 @@ AIOCB_INLINE void run_int8_panels(const Linear& linear, Int8Rows compute, const 
 // the price of a barrier.
 template <class E>
 __attribute__((noinline)) const char* quantize_rows(const Linear& linear, const char* a, int64_t a_stride, int rows,
-                                                    int thread, int num_threads) {
+                                                    const Lane& lane) {
   const Int8Linear& own = *static_cast<const Int8Linear*>(linear.extra);
   const Int8State& state = *own.state;
-  if (own.squares && thread == 0)
+  if (own.squares && lane.thread == 0)
     for (int row = 0; row < rows; ++row)
       add_squares(reinterpret_cast<const E*>(a + row * a_stride), linear.depth, own.squares);
   const bool is_shared = rows > kInt8OwnRows;
-  char* quantized = state.rows + (is_shared ? 0 : thread * kInt8OwnRows * state.row_stride);
-  const int begin = is_shared ? int(int64_t(rows) * thread / num_threads) : 0;
-  const int end = is_shared ? int(int64_t(rows) * (thread + 1) / num_threads) : rows;
-  for (int row = begin; row < end; ++row)
+  char* quantized = state.rows + (is_shared ? 0 : lane.thread * kInt8OwnRows * state.row_stride);
+  const Share share = is_shared ? share_of(rows, lane) : Share{0, rows};
+  for (int row = share.begin; row < share.end; ++row)
     quantize_row(reinterpret_cast<const E*>(a + row * a_stride), linear.depth, int8_groups(linear.depth),
                  quantized + row * state.row_stride);
   if (is_shared) pool_barrier(state.pool);
@@ -417,16 +416,16 @@ __attribute__((noinline)) const char* quantize_rows(const Linear& linear, const 
 // As run_format.
 template <class F, class Epilogue>
 AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                           int thread, int num_threads, Epilogue& epilogue) {
+                           const Lane& lane, Epilogue& epilogue) {
   const Int8State& state = *static_cast<const Int8Linear*>(linear.extra)->state;
-  const char* quantized = quantize_rows<typename F::Element>(linear, a, a_stride, rows, thread, num_threads);
-  run_int8_panels(linear, best_int8_rows(state.has_vnni), quantized, state.row_stride, rows, next, thread, num_threads, epilogue);
+  const char* quantized = quantize_rows<typename F::Element>(linear, a, a_stride, rows, lane);
+  run_int8_panels(linear, best_int8_rows(state.has_vnni), quantized, state.row_stride, rows, next, lane, epilogue);
 }
 
 // Multiply-adds of the largest tile on operands that stay in the nearest cache (see multiply_add in level.cpp).
 inline int64_t int8_multiply_add(int repeats, bool has_vnni) {
   constexpr int kGroups = 4, kStride = kGroups * (kInt8Group + int(sizeof(Int8GroupMeta))) + 64;
-  alignas(64) static thread_local char weights[kGroups * kInt8GroupBytes], rows[kInt8Rows * kStride];
+  alignas(64) char weights[kGroups * kInt8GroupBytes] = {}, rows[kInt8Rows * kStride] = {};
   alignas(64) float sums[kInt8Rows * kPanel];
   const Int8Rows compute = best_int8_rows(has_vnni);
   for (int i = 0; i < repeats; ++i) compute(kInt8Rows, rows, kStride, weights, kGroups, weights, 0, sums);

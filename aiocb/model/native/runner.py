@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelError, KernelUnavailable, Library, NativeModel, load
-from aiocb.kernels.library import StepArguments
+from aiocb.kernels.interface import StepArguments
 from aiocb.kernels.threads import default_num_threads
 from aiocb.model.native.families import ModelDescription, describe
 from aiocb.model.native.step import NativeStep
