@@ -30,20 +30,28 @@ def native(library: Library, level: str, dtype: str, *, num_threads: int = 2, **
 
 
 class Rows:
-    """One sequence of a hand-made step: its block table, where it starts, how many tokens are new."""
+    """One sequence of a hand-made step: its new blocks, where it starts, how many tokens are new.
 
-    def __init__(self, table: Sequence[int], start: int, count: int) -> None:
-        self.table, self.start, self.count = table, start, count
+    `row` is None for its place in the step; the blocks replace the row's from `block_start` on.
+    """
+
+    def __init__(
+        self, table: Sequence[int], start: int, count: int, *, row: int | None = None, block_start: int = 0
+    ) -> None:
+        self.table, self.start, self.count, self.row, self.block_start = table, start, count, row, block_start
 
 
-def step_arguments(sequences: Sequence[Rows], keep: list[Any], *, ids: Sequence[int] | None = None) -> StepArguments:
+def step_arguments(
+    sequences: Sequence[Rows], keep: list[Any], *, ids: Sequence[int] | None = None, num_groups: int = 1
+) -> StepArguments:
     total = sum(s.count for s in sequences)
     tables = [block for s in sequences for block in s.table]
     arrays = {
-        "token_ids": array("i", ids if ids is not None else [0] * total), "rows": array("i", range(len(sequences))),
+        "token_ids": array("i", ids if ids is not None else [0] * total),
+        "rows": array("i", [at if s.row is None else s.row for at, s in enumerate(sequences)]),
         "starts": array("i", [s.start for s in sequences]), "lengths": array("i", [s.count for s in sequences]),
-        "block_starts": array("i", [0] * len(sequences)), "new_blocks": array("i", tables),
-        "block_counts": array("i", [len(s.table) for s in sequences]),
+        "block_starts": array("i", [s.block_start for s in sequences]),
+        "block_counts": array("i", [len(s.table) for s in sequences]), "new_blocks": array("i", tables * num_groups),
     }  # fmt: skip
     keep.append(arrays)
     return StepArguments(

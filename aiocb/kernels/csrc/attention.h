@@ -292,8 +292,9 @@ AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const La
                        positions + row, from, to, out + int64_t(row) * dim, states + row);
       }
     }
+    const bool is_finite = all_finite(out, rows * dim);
     for (int r = 0; r < rows; ++r) {
-      if (!all_finite(out + int64_t(r) * dim, dim))
+      if (!is_finite && !all_finite(out + int64_t(r) * dim, dim))
         attend_strictly<F>(shape, q + int64_t(r) * dim * int64_t(sizeof(typename F::Wide)), base + head * 2 * page_bytes,
                            table, block_bytes, positions[r], out + int64_t(r) * dim, states + r);
       const int token = row0 + r / group, query_head = head * group + r % group;

@@ -167,6 +167,9 @@ struct Int8GroupMeta {
   float scale;
   int32_t start;  // -128 * (sum of the group)
 };
+// What a group is multiplied by. A group so small that this would be infinite is one of zeros.
+AIOCB_INLINE F16 int8_inverse(float peak) { return set1(peak > 1e-36f ? 127.0f / peak : 0.0f); }
+
 AIOCB_INLINE void store_bytes(char* p, F16 a) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
@@ -195,7 +198,7 @@ AIOCB_INLINE bool quantize_group(const E* x, int count, char* out, Int8GroupMeta
     peaks = max(peaks, abs(values[i]));
   }
   const float peak = reduce_max(peaks);
-  const F16 inverse = set1(peak > 0.0f ? 127.0f / peak : 0.0f);
+  const F16 inverse = int8_inverse(peak);
   AIOCB_UNROLL for (int i = 0; i < kInt8Group / 16; ++i) {
     const F16 rounded = round_to_int(values[i] * inverse);
     store_bytes(out + i * 16, rounded);
@@ -216,7 +219,7 @@ AIOCB_INLINE bool quantize_whole_group(const uint16_t* x, char* out, Int8GroupMe
   const __m128i smallest = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
   const uint16_t bits = uint16_t(~_mm_cvtsi128_si32(smallest));
   const float peak = bf16_to_float(bits);
-  const F16 inverse = set1(peak > 0.0f ? 127.0f / peak : 0.0f);
+  const F16 inverse = int8_inverse(peak);
   const __m512i low = _mm512_cvtps_epi32((load(x) * inverse).v), high = _mm512_cvtps_epi32((load(x + 16) * inverse).v);
   const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(low)),
                                                 _mm512_cvtepi32_epi8(high), 1);

@@ -13,6 +13,7 @@ Handle::Handle(const Config& config, const char* level, int num_threads, const i
   plain.layers = memory.take<Layer>(config.num_layers);
   plain.groups = memory.take<Group>(config.num_groups);
   plain.ropes = memory.take<Rope>(config.num_ropes);
+  for (int l = 0; l < config.num_layers; ++l) plain.layers[l].rope = -1;
   int8.pool = pool();
   int8.has_vnni = has_vnni();
 }

@@ -29,7 +29,7 @@ void Handle::complete() {
   if (is_complete) return;
   const Config& c = plain.config;
   auto need = [](const Linear& linear, int columns, int depth, int layer, int slot) {
-    if (!linear.data || linear.columns < columns || linear.depth < depth || linear.depth > depth + 1)
+    if (!linear.data || linear.columns != columns || linear.depth < depth || linear.depth > depth + 1)
       throw Failure(kBadShape, "layer %ld: linear %ld is %ld x %ld, the step needs %ld x %ld", layer, slot,
                     linear.columns, linear.depth, columns, depth);
   };
@@ -46,9 +46,10 @@ void Handle::complete() {
     need(layer.out, c.hidden_size, c.num_heads * c.head_dim, l, kOutSlot);
     if (!layer.experts || layer.down.data) {
       need(layer.down, c.hidden_size, layer.down.depth, l, kDownSlot);
-      need(layer.gate_up, 1, c.hidden_size, l, kGateUpSlot);
+      need(layer.gate_up, layer.gate_up.columns, c.hidden_size, l, kGateUpSlot);
       if (layer.gate_up.panels * (c.is_gated ? kPanel / 2 : kPanel) < layer.down.depth)
-        throw Failure(kBadShape, "layer %ld: %ld panels make less than %ld inputs", l, layer.gate_up.panels, layer.down.depth);
+        throw Failure(kBadShape, "layer %ld: %ld columns make less than the %ld inputs of linear %ld", l,
+                      layer.gate_up.columns, layer.down.depth, kDownSlot);
     }
     if ((layer.rope >= 0 && !plain.ropes[layer.rope].inverse_frequencies) ||
         (c.qk_norm && !(layer.q.weight && layer.k.weight)))
