@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from ctypes import byref
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -96,14 +96,14 @@ class Case:
         for step in STEPS:
             rows = [Rows(self.tables[s], start, count) for s, start, count in step]
             qkv = torch.cat([inputs[s][start : start + count] for s, start, count in step])
-            out = attend(self.model, 0, rows, qkv, width)
+            out: Any = attend(self.model, 0, rows, qkv, width)
             for (s, start, count), part in zip(step, out.split([count for _, _, count in step])):
                 outputs[s][start : start + count] = part
         return outputs
 
     def expected(self, x: Tensor) -> Tensor:
         """A dense reference in float64."""
-        length, packed = len(x), x.double()
+        length, packed = len(x), cast("Any", x.double())
         q, k, v = packed.split([self.heads, self.kv, self.kv], dim=1)
         positions = torch.arange(length)
         if len(self.frequencies):
@@ -119,7 +119,8 @@ class Case:
         if self.sinks is not None:
             scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(self.heads, length, 1)], dim=-1)
         weights = scores.softmax(-1)[..., :length]
-        return (weights @ v).transpose(0, 1).reshape(length, self.heads * self.dim)
+        result: Tensor = (weights @ v).transpose(0, 1).reshape(length, self.heads * self.dim)
+        return result
 
 
 of_every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{k}{v}" for k, v in case.items()))

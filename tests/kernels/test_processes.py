@@ -203,17 +203,19 @@ def test_packing_until_no_memory_is_left(library: Library) -> None:
 
 def test_a_model_goes_on_after_steps_that_found_no_memory(library: Library) -> None:
     run(library, """
-        from aiocb.step import StepPlan
-        from tests.kernels.helpers import MiniScheduler, Request
+        from tests.kernels.helpers import MiniScheduler, Request, Rows, step_arguments
         from tests.kernels.test_families import make, runner_of
 
-        runner = runner_of(make("qwen2_moe"), library=library, num_blocks=2200)
-        expected = MiniScheduler(runner).run([Request(0, [5, 6, 7, 8], 6)])
-        scheduler = MiniScheduler(runner)
-        huge = scheduler.entry(Request(1, [5] * 32000, 1), 32000)
+        def tokens():
+            return MiniScheduler(runner).run([Request(0, [5, 6, 7, 8], 6)])
+
+        runner = runner_of(make("qwen2_moe"), library=library, num_blocks=2002)
+        expected, keep = tokens(), []
+        huge = step_arguments([Rows(range(1, 2001), 0, 32000)], keep)
         limit("DATA", 24 << 20)
         for _ in range(3):
-            assert "no memory for" in refused(lambda: runner.execute(StepPlan((huge,), 32000)))
-            assert MiniScheduler(runner).run([Request(0, [5, 6, 7, 8], 6)]) == expected
+            assert "no memory for" in refused(lambda: runner.native.step(huge))
+            runner.release()
+            assert tokens() == expected
         runner.close()
     """)  # fmt: skip

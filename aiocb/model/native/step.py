@@ -62,13 +62,15 @@ class NativeStep:
         self.num_logits = slot
         self.argmax = array("i", bytes(4 * len(rows)))
         self._num_blocks = len(tables[0])
-        blocks = sum(tables[1:], tables[0])  # [G, B]
-        if len(blocks) != num_groups * self._num_blocks:
+        new_blocks = array("i")
+        for table in tables:
+            new_blocks += table  # [G, B]
+        if len(new_blocks) != num_groups * self._num_blocks:
             raise KernelError("a request's block tables are of different lengths")
         requests = array("i", range(len(starts)))
-        self._arrays = {
+        self._arrays: dict[str, array[int]] = {
             "token_ids": ids, "rows": requests, "starts": starts, "lengths": lengths, "block_counts": counts,
-            "block_starts": array("i", bytes(4 * len(starts))), "new_blocks": blocks, "output_rows": rows,
+            "block_starts": array("i", bytes(4 * len(starts))), "new_blocks": new_blocks, "output_rows": rows,
             "argmax": self.argmax,
         }  # fmt: skip
         self._slots = slots
