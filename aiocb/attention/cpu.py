@@ -23,15 +23,14 @@ from torch import Tensor
 
 from aiocb.attention.base import Attention, Capabilities, LayerSpec, StepBatch
 from aiocb.kernels import KernelUnavailable, load
-from aiocb.kernels.generic import GenericKernels, PagedCall
-from aiocb.kernels.library import FORMATS
+from aiocb.kernels.generic import GenericKernels
+from aiocb.kernels.interface import FORMATS, PAGE_SIZE, PagedCall
 
 if TYPE_CHECKING:
     from aiocb.kernels import Library
 
 __all__ = ["CpuBackend"]
 
-PAGE_SIZE = 16
 _HUGE_PAGE = 2 << 20
 
 

@@ -8,11 +8,11 @@ Shape legend: M rows, N columns, K depth, R sequences, L context, H query heads,
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from array import array
 from collections.abc import Callable
+from ctypes import byref
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, Library, NativeModel, load
-from aiocb.kernels.library import FORMATS, ModelConfig, StepArguments
+from aiocb.kernels.generic import GenericKernels
+from aiocb.kernels.interface import FORMATS, INT8_GROUP, PAGE_SIZE, ModelConfig, StepArguments
 from aiocb.kernels.threads import default_num_threads
 
 __all__ = ["run"]
@@ -29,7 +30,6 @@ __all__ = ["run"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _COLD_BYTES = 96 << 20
 _HEADS, _KV_HEADS, _DIM = 9, 3, 64
-_PAGE = 16
 
 
 def run(*, num_threads: int | None = None, repeats: int = 7, quick: bool = False) -> list[dict[str, Any]]:
@@ -53,9 +53,11 @@ def run(*, num_threads: int | None = None, repeats: int = 7, quick: bool = False
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        bus = library.bandwidth(threads)
+        bare = GenericKernels(library, num_threads=threads)
+        bus = bare.bandwidth()
         # All of them now: once torch has run, its threads spin for a while and take half of what is measured.
-        rates = {dtype: library.arithmetic(threads, dtype) for dtype in (*_DTYPES, "int8")}
+        rates = {dtype: bare.arithmetic(dtype) for dtype in (*_DTYPES, "int8")}
+        bare.close()
         rows: list[dict[str, Any]] = []
         for dtype in _DTYPES:
             floors = _Floors(bus, rates[dtype])
@@ -116,7 +118,7 @@ def _row(kernel: str, dtype: str, shape: str, seconds: tuple[float, float], floo
 def _model(library: Library, dtype: str, threads: int, layers: int) -> NativeModel:
     config = ModelConfig(
         num_layers=layers, hidden_size=576, num_heads=_HEADS, num_kv_heads=_KV_HEADS, head_dim=_DIM,
-        intermediate_size=1536, vocab_size=64, format=FORMATS[dtype], embedding_format=FORMATS[dtype], num_groups=1,
+        intermediate_size=1536, vocab_size=64, format=FORMATS[dtype], num_groups=1,
         norm_eps=1e-5, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
     )  # fmt: skip
     return NativeModel(library, config, num_threads=threads)
@@ -136,7 +138,7 @@ def _linear(
     """Weights of another format than the activations (int8) are compared with torch in the activations' format."""
     size = _DTYPES[dtype].itemsize
     weights_as = weights_as or dtype
-    weight_size = 1 + 2 / 32 if weights_as == "int8" else size  # with the scales
+    weight_size = 1 + 2 / INT8_GROUP if weights_as == "int8" else size  # with the scales
     layers = max(2, int(_COLD_BYTES / (n * k * weight_size)))
     model = _model(library, dtype, threads, layers)
     weights = [(torch.randn(n, k) * 0.05).to(_DTYPES[dtype]) for _ in range(layers)]
@@ -166,7 +168,7 @@ def _decode(
 ) -> dict[str, Any]:
     """One new token each: rotation, cache write and attention of one layer, against SDPA on gathered keys."""
     size = _DTYPES[dtype].itemsize
-    pages = -(-context // _PAGE)
+    pages = -(-context // PAGE_SIZE)
     layer_bytes = requests * context * 2 * _KV_HEADS * _DIM * size
     layers = max(2, _COLD_BYTES // layer_bytes)
     model = _model(library, dtype, threads, layers)
@@ -174,22 +176,19 @@ def _decode(
     for layer in range(layers):
         model.set_layer(layer, window=0, rope=-1, group=0, group_layer=layer, scale=_DIM**-0.5)
     blocks = (torch.randperm(requests * pages) + 1).tolist()
-    arrays = [
-        array("i", [0] * requests),
-        array("i", [context - 1] * requests),
-        array("i", [1] * requests),
-        array("i", blocks),
-        array("i", range(0, requests * pages + 1, pages)),
-    ]
-    address = [values.buffer_info()[0] for values in arrays]
-    pointers = ctypes.c_void_p * 1
+    arrays = {
+        "token_ids": array("i", [0] * requests), "rows": array("i", range(requests)),
+        "starts": array("i", [context - 1] * requests), "lengths": array("i", [1] * requests),
+        "block_starts": array("i", [0] * requests), "block_counts": array("i", [pages] * requests),
+        "new_blocks": array("i", blocks),
+    }  # fmt: skip
     arguments = StepArguments(
-        num_tokens=requests, num_sequences=requests, token_ids=address[0], starts=address[1], lengths=address[2],
-        tables=pointers(address[3]), table_offsets=pointers(address[4]),
+        num_tokens=requests, num_sequences=requests, num_new_blocks=len(blocks),
+        **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )  # fmt: skip
     qkv = torch.randn(requests, (_HEADS + 2 * _KV_HEADS) * _DIM)
     for block in range(1, requests * pages + 1):  # resident, as a cache in use is
-        model.write_block(0, block, np.zeros(2 * _PAGE * _KV_HEADS * _DIM * size * layers, np.uint8))
+        model.write_block(0, block, np.zeros(2 * PAGE_SIZE * _KV_HEADS * _DIM * size * layers, np.uint8))
     group = _HEADS // _KV_HEADS
     keys = [torch.randn(requests, _KV_HEADS, context, _DIM).to(_DTYPES[dtype]) for _ in range(layers)]
     # The group's heads as rows of one query: what torch does best in decode.
@@ -197,7 +196,7 @@ def _decode(
 
     def native(_: int) -> None:
         for layer in range(layers):
-            library.calls.aiocb_attention(model.handle, arguments, layer, qkv.data_ptr(), None)
+            library.calls.aiocb_attention(model.handle, byref(arguments), layer, qkv.data_ptr(), None)
 
     def other(_: int) -> None:
         for layer in range(layers):

@@ -37,6 +37,7 @@ _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _PATIENCE_S = 300.0
 _LIMIT_S = 3600.0  # of a build that goes on by itself
 _ANSWER_S = 10.0  # of a compiler that is asked for its version
+_ROOMS = ("dispatch", "model", "step", "operators", "bench", "executor", "pool", "memory", "layout")
 
 
 class KernelUnavailable(NamedTuple):
@@ -56,8 +57,7 @@ def _units() -> tuple[Unit, ...]:
     return (
         *levels,
         Unit("portable", "level.cpp", ("-O2", "-DAIOCB_ISA=portable")),
-        Unit("api", "api.cpp", ("-O2",)),
-        Unit("pool", "pool.cpp", ("-O2",)),
+        *(Unit(name, f"{name}.cpp", ("-O2",)) for name in _ROOMS),
     )
 
 

@@ -27,7 +27,7 @@ _NEEDS = {
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "avx2": {"avx2", "fma", "bmi2"},
 }
-_SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the level below it, see is_worth_it in api.cpp
+_SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the level below it, see is_worth_it in dispatch.cpp
 
 
 class Unit(NamedTuple):
@@ -103,7 +103,7 @@ def supported(
     }
     missing = tuple(f"-DAIOCB_NO_{name.upper()}" for name in sorted(dropped))
     return tuple(
-        unit._replace(flags=unit.flags + missing) if unit.source == "api.cpp" else unit
+        unit._replace(flags=unit.flags + missing) if unit.source == "dispatch.cpp" else unit
         for unit in units
         if unit.name not in dropped
     )

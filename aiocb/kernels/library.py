@@ -1,7 +1,7 @@
-"""The C interface as Python sees it: one `Library`, and a `NativeModel` per loaded model.
+"""The C interface as Python sees it: one `Library`, a `NativeHandle` per set of threads, a `NativeModel` per model.
 
-Every call releases the GIL. A `NativeModel` belongs to one thread: its parallel regions run on the caller and the
-model's own pool.
+Every call releases the GIL. A handle belongs to one thread at a time: its parallel regions run on the caller and the
+handle's own pool, and a call is refused while another one is going on.
 
 Shape legend: T tokens of the step, R requests, H query heads, K key/value heads, D head dim, N columns, V vocabulary.
 """
@@ -10,132 +10,66 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels.build import KernelUnavailable, find_or_build
+from aiocb.kernels.interface import (
+    ERROR_BYTES,
+    ERRORS,
+    LEVELS,
+    LINEARS,
+    SIGNATURES,
+    TYPES,
+    VECTORS,
+    ModelConfig,
+    StepArguments,
+    expected_layout,
+)
 from aiocb.kernels.selection import SelectArguments
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["KernelError", "Library", "ModelConfig", "NativeModel", "StepArguments", "load"]
-
-FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
-LINEARS = {"qkv": 0, "out": 1, "gate_up": 2, "down": 3, "head": 4, "router": 5, "expert_gate_up": 6, "expert_down": 7}
-VECTORS = {
-    "input": 0,
-    "input_bias": 1,
-    "post_attention": 2,
-    "post_attention_bias": 3,
-    "mlp": 4,
-    "mlp_bias": 5,
-    "post_mlp": 6,
-    "post_mlp_bias": 7,
-    "q": 8,
-    "k": 9,
-    "sinks": 10,
-    "final": 12,
-    "final_bias": 13,
-}
-STAGES = ("rows", "qkv", "place", "attention", "out", "gate_up", "down", "head")
-_LEVELS = ("avx512bf16", "avx512", "avx2", "portable")
+__all__ = ["KernelError", "Library", "NativeHandle", "NativeModel", "load"]
 
 
 class KernelError(RuntimeError):
-    """The native code refused a call: a shape, a token id or a block table that would have read out of bounds."""
-
-
-class ModelConfig(ctypes.Structure):
-    """`Config` of model.h, field by field."""
-
-    _fields_ = [
-        *((name, c_int32) for name in (
-            "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
-            "format", "activation", "is_gated", "is_layer_norm", "qk_norm", "is_parallel", "rotary_dim",
-            "is_interleaved", "num_groups", "num_ropes", "embedding_format", "num_experts", "num_chosen", "expert_size",
-            "is_renormalised",
-        )),
-        *((name, c_float) for name in (
-            "norm_eps", "embedding_scale", "residual_scale", "logit_scale", "attention_softcap", "logit_softcap",
-        )),
-    ]  # fmt: skip
-
-
-class StepArguments(ctypes.Structure):
-    """`StepArgs` of model.h, field by field."""
-
-    _fields_ = [
-        ("num_tokens", c_int32),
-        ("num_sequences", c_int32),
-        ("num_outputs", c_int32),
-        ("reserved", c_int32),
-        ("token_ids", c_void_p),
-        ("starts", c_void_p),
-        ("lengths", c_void_p),
-        ("tables", POINTER(c_void_p)),
-        ("table_offsets", POINTER(c_void_p)),
-        ("output_rows", c_void_p),
-        ("logit_slots", c_void_p),
-        ("logits", c_void_p),
-        ("argmax", c_void_p),
-        ("profile", c_void_p),
-    ]
-
-
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "aiocb_level": (c_char_p, [c_char_p]),
-    "aiocb_create": (c_void_p, [POINTER(ModelConfig), c_char_p, c_int32, c_void_p]),
-    "aiocb_destroy": (None, [c_void_p]),
-    "aiocb_error": (c_char_p, [c_void_p]),
-    "aiocb_handle_level": (c_char_p, [c_void_p]),
-    "aiocb_set_layer": (c_int32, [c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_float]),
-    "aiocb_set_rope": (c_int32, [c_void_p, c_int32, c_void_p, c_int32, c_float]),
-    "aiocb_set_vector": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32]),
-    "aiocb_set_linear": (
-        c_int32,
-        [c_void_p, c_int32, c_int32, c_void_p, c_int32, c_int32, c_int32, c_int32, *[c_void_p] * 3],
-    ),
-    "aiocb_record_inputs": (c_int32, [c_void_p, c_int32, c_int32, c_void_p]),
-    "aiocb_set_embedding": (None, [c_void_p, c_void_p]),
-    "aiocb_set_group": (c_int32, [c_void_p, c_int32, c_int32, c_int32]),
-    "aiocb_copy_block": (c_int32, [c_void_p, c_int32, c_int32, c_int32]),
-    "aiocb_move_block": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int32]),
-    "aiocb_step": (c_int32, [c_void_p, POINTER(StepArguments)]),
-    "aiocb_select": (c_int32, [c_void_p, POINTER(SelectArguments)]),
-    "aiocb_attention": (c_int32, [c_void_p, POINTER(StepArguments), c_int32, c_void_p, c_void_p]),
-    "aiocb_linear": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int64, c_int32, c_void_p, c_int64]),
-    "aiocb_norm": (
-        c_int32,
-        [c_char_p, c_void_p, c_void_p, c_int32, c_float, c_void_p, c_int32, c_int32, c_int32, c_void_p],
-    ),
-    "aiocb_activation": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_int32, c_void_p]),
-    "aiocb_generic_create": (c_void_p, [c_char_p, c_int32, c_void_p]),
-    "aiocb_generic_destroy": (None, [c_void_p]),
-    "aiocb_generic_error": (c_char_p, [c_void_p]),
-    "aiocb_generic_level": (c_char_p, [c_void_p]),
-    "aiocb_generic_clear": (None, [c_void_p]),
-    "aiocb_generic_pack": (c_int32, [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p]),
-    "aiocb_generic_linear": (c_int32, [c_void_p, c_int32, c_void_p, c_int64, c_int32, c_void_p]),
-    "aiocb_attention_write": (c_int32, [c_void_p, c_void_p]),
-    "aiocb_attention_run": (c_int32, [c_void_p, c_void_p]),
-    "aiocb_bandwidth": (c_double, [c_char_p, c_int32, c_int64]),
-    "aiocb_arithmetic": (c_double, [c_char_p, c_int32, c_int32]),
-}
+    """The native code refused a call: a shape, a token id or a block table that would have read out of bounds, or no
+    memory or thread for it.
+    """
 
 
 class Library:
-    """The loaded shared library; stateless, shared by all models of the process."""
+    """The loaded shared library; stateless, shared by all models of the process.
+
+    Raises:
+        OSError, AttributeError: a file that is no such library.
+        KernelError: a library that was built for another version of this file.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.calls = ctypes.CDLL(str(path))
-        for name, (result, arguments) in _SIGNATURES.items():
+        self._check_layout()
+        for name, signature in SIGNATURES.items():
+            result, arguments = signature.split()
             function = getattr(self.calls, name)
-            function.restype, function.argtypes = result, arguments
+            function.restype, function.argtypes = TYPES[result], [TYPES[kind] for kind in arguments]
+
+    def _check_layout(self) -> None:
+        entry = self.calls.aiocb_layout
+        entry.restype, entry.argtypes = c_char_p, [c_int32, c_void_p]
+        value, found = c_int64(), dict[str, int]()
+        while name := entry(len(found), ctypes.byref(value)):
+            found[name.decode()] = value.value
+        expected = expected_layout()
+        for name in expected.keys() | found.keys():
+            if expected.get(name) != found.get(name):
+                message = f"{self.path} is not of this version: {name} is {found.get(name)}, not {expected.get(name)}"
+                raise KernelError(message)
 
     def level(self, name: str | None = None) -> str | None:
         """Return the best instruction-set level of this processor, or `name` if it is supported, else None."""
@@ -145,17 +79,69 @@ class Library:
     def levels(self) -> tuple[str, ...]:
         """Return every level that runs on this processor, best first."""
         best = self.level()
-        return tuple(sorted((name for name in _LEVELS if self.level(name)), key=lambda name: name != best))
+        return tuple(sorted((name for name in LEVELS if self.level(name)), key=lambda name: name != best))
 
-    def bandwidth(self, num_threads: int, *, level: str | None = None, num_bytes: int = 1 << 28) -> float:
-        """Measure bytes per second read from memory by all threads together."""
-        rate: float = self.calls.aiocb_bandwidth(level.encode() if level else None, num_threads, num_bytes)
-        return rate
 
-    def arithmetic(self, num_threads: int, dtype: str, *, level: str | None = None) -> float:
-        """Measure operations per second of the largest tile with its operands in the nearest cache."""
-        rate: float = self.calls.aiocb_arithmetic(level.encode() if level else None, num_threads, FORMATS[dtype])
-        return rate
+class NativeHandle:
+    """Threads, memory and the last refusal's text; what `NativeModel` and `GenericKernels` are.
+
+    Args:
+        library: the loaded library.
+        create: makes the native handle, with the address for an error's text as its last argument.
+        arguments: the ones before it.
+
+    Raises:
+        KernelError: a shape that the kernels do not support, an unknown level, or no memory or thread.
+    """
+
+    def __init__(self, library: Library, create: Any, *arguments: Any) -> None:
+        self.library = library
+        self._calls = library.calls
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        self._handle: int | None = create(*arguments, error)
+        if not self._handle:
+            raise KernelError(f"no native kernels: {error.value.decode()}")
+
+    @property
+    def handle(self) -> int:
+        """The native handle.
+
+        Raises:
+            KernelError: it is closed.
+        """
+        if not self._handle:
+            raise KernelError("the native kernels are closed")
+        return self._handle
+
+    @property
+    def level(self) -> str:
+        """The instruction-set level in use."""
+        name: bytes = self._calls.aiocb_handle_level(self.handle)
+        return name.decode()
+
+    def check(self, code: int) -> None:
+        """Raise what a call's result stands for.
+
+        Raises:
+            KernelError: it is an error's code.
+        """
+        if code:
+            message: bytes = self._calls.aiocb_error(self.handle)
+            raise KernelError(ERRORS.get(code) or message.decode())
+
+    def close(self) -> None:
+        """Free everything and join the threads. Idempotent; in a forked child, which has no threads to join, too.
+
+        Raises:
+            KernelError: another thread is in a call; nothing was freed.
+        """
+        if self._handle:
+            self.check(self._calls.aiocb_destroy(self._handle))
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
 
 
 def _slot(name: str, expert: int) -> int:
@@ -165,7 +151,7 @@ def _slot(name: str, expert: int) -> int:
     return LINEARS[name] + 2 * expert
 
 
-class NativeModel:
+class NativeModel(NativeHandle):
     """Weights, cache and thread pool of one model in native memory.
 
     Args:
@@ -176,7 +162,7 @@ class NativeModel:
         level: instruction-set level, None for the best of this processor.
 
     Raises:
-        KernelError: shapes that the kernels do not support, or an unknown level.
+        KernelError: shapes that the kernels do not support, an unknown level, or no memory or thread.
     """
 
     def __init__(
@@ -188,51 +174,24 @@ class NativeModel:
         cores: Sequence[int] | None = None,
         level: str | None = None,
     ) -> None:
-        self.library = library
         self.config = config
-        self._calls = library.calls
-        bound = (c_int32 * num_threads)(*cores) if cores is not None else None
-        self._handle: int | None = self._calls.aiocb_create(
-            ctypes.byref(config), level.encode() if level else None, num_threads, bound
-        )
-        if not self._handle:
-            raise KernelError("the kernels do not support this shape (heads, head dim) or this level")
         self._keep: list[Any] = []  # what native code borrows: the embedding's memory
-
-    @property
-    def handle(self) -> int:
-        """The native handle.
-
-        Raises:
-            KernelError: the model is closed.
-        """
-        if not self._handle:
-            raise KernelError("the native model is closed")
-        return self._handle
-
-    @property
-    def level(self) -> str:
-        """The instruction-set level in use."""
-        name: bytes = self._calls.aiocb_handle_level(self.handle)
-        return name.decode()
-
-    def _check(self, code: int) -> None:
-        if code:
-            message: bytes = self._calls.aiocb_error(self.handle)
-            raise KernelError(message.decode() or f"native error {code}")
+        bound = (c_int32 * num_threads)(*cores) if cores is not None else None
+        name = level.encode() if level else None
+        super().__init__(library, library.calls.aiocb_create, ctypes.byref(config), name, num_threads, bound)
 
     def set_layer(self, layer: int, *, window: int, rope: int, group: int, group_layer: int, scale: float) -> None:
         """Describe one layer: window 0 is full attention, rope -1 is none."""
-        self._check(self._calls.aiocb_set_layer(self.handle, layer, window, rope, group, group_layer, scale))
+        self.check(self._calls.aiocb_set_layer(self.handle, layer, window, rope, group, group_layer, scale))
 
     def set_rope(self, rope: int, inverse_frequencies: npt.NDArray[np.float32], scaling: float) -> None:
         """Set one rotary table, [rotary_dim / 2]; `scaling` multiplies cosine and sine."""
         data = inverse_frequencies
-        self._check(self._calls.aiocb_set_rope(self.handle, rope, data.ctypes.data, len(data), scaling))
+        self.check(self._calls.aiocb_set_rope(self.handle, rope, data.ctypes.data, len(data), scaling))
 
     def set_vector(self, layer: int, name: str, values: npt.NDArray[np.float32]) -> None:
         """Copy a norm's weight or bias, or the sinks."""
-        self._check(self._calls.aiocb_set_vector(self.handle, layer, VECTORS[name], values.ctypes.data, values.size))
+        self.check(self._calls.aiocb_set_vector(self.handle, layer, VECTORS[name], values.ctypes.data, values.size))
 
     def set_linear(
         self,
@@ -257,7 +216,7 @@ class NativeModel:
         Raises:
             KernelError: a shape that the model's configuration does not have.
         """
-        self._check(
+        self.check(
             self._calls.aiocb_set_linear(
                 self.handle,
                 layer,
@@ -279,36 +238,44 @@ class NativeModel:
         The `gate_up` of a layer with experts is that of all of them.
         """
         address = squares.ctypes.data if squares is not None else None
-        self._check(self._calls.aiocb_record_inputs(self.handle, layer, LINEARS[name], address))
+        self.check(self._calls.aiocb_record_inputs(self.handle, layer, LINEARS[name], address))
 
     def set_embedding(self, address: int, owner: object) -> None:
         """Borrow the embedding's row-major memory; `owner` is kept alive with the model, or until the next call."""
+        self.check(self._calls.aiocb_set_embedding(self.handle, address))
         self._keep = [owner]
-        self._calls.aiocb_set_embedding(self.handle, address)
 
     def set_group(self, group: int, num_blocks: int, num_layers: int) -> None:
-        """Reserve the zeroed cache of one group (resident only where it was written)."""
-        self._check(self._calls.aiocb_set_group(self.handle, group, num_blocks, num_layers))
+        """Reserve the zeroed cache of one group (resident only where it was written).
+
+        Raises:
+            KernelError: no memory for it; the group is as it was.
+        """
+        self.check(self._calls.aiocb_set_group(self.handle, group, num_blocks, num_layers))
 
     def copy_block(self, group: int, source: int, target: int) -> None:
         """Copy one block in every layer of its group."""
-        self._check(self._calls.aiocb_copy_block(self.handle, group, source, target))
+        self.check(self._calls.aiocb_copy_block(self.handle, group, source, target))
 
     def read_block(self, group: int, block: int, out: npt.NDArray[np.uint8]) -> None:
         """Copy a block's raw bytes out, layer by layer; `out` holds `CacheGroup.block_bytes`."""
-        self._check(self._calls.aiocb_move_block(self.handle, group, block, out.ctypes.data, 0))
+        self.check(self._calls.aiocb_move_block(self.handle, group, block, out.ctypes.data, 0))
 
     def write_block(self, group: int, block: int, data: npt.NDArray[np.uint8]) -> None:
         """Put back what `read_block` gave."""
-        self._check(self._calls.aiocb_move_block(self.handle, group, block, data.ctypes.data, 1))
+        self.check(self._calls.aiocb_move_block(self.handle, group, block, data.ctypes.data, 1))
 
     def step(self, arguments: StepArguments) -> None:
         """Run one step; the GIL is free until it returns.
 
         Raises:
-            KernelError: an id, a row or a block out of bounds; nothing was written.
+            KernelError: an id, a row or a block out of bounds, or no memory; no row's tables were changed.
         """
-        self._check(self._calls.aiocb_step(self.handle, ctypes.byref(arguments)))
+        self.check(self._calls.aiocb_step(self.handle, ctypes.byref(arguments)))
+
+    def reset_rows(self) -> None:
+        """Forget the block tables of all rows."""
+        self.check(self._calls.aiocb_reset_rows(self.handle))
 
     def select(self, arguments: SelectArguments) -> None:
         """Choose tokens or look up log-probabilities; rows are shared among the model's threads, the GIL is free.
@@ -316,18 +283,12 @@ class NativeModel:
         Raises:
             KernelError: a shape that cannot be.
         """
-        self._check(self._calls.aiocb_select(self.handle, ctypes.byref(arguments)))
+        self.check(self._calls.aiocb_select(self.handle, ctypes.byref(arguments)))
 
     def close(self) -> None:
-        """Free everything and join the threads. Idempotent."""
-        if self._handle:
-            self._calls.aiocb_destroy(self._handle)
-            self._handle = None
-            self._keep.clear()
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self.close()
+        """Free everything, and let go of what was borrowed."""
+        super().close()
+        self._keep.clear()
 
 
 def load(*, every_level: bool = False) -> Library | KernelUnavailable:
@@ -337,7 +298,7 @@ def load(*, every_level: bool = False) -> Library | KernelUnavailable:
         return path
     try:
         library = Library(path)
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, KernelError) as error:
         return KernelUnavailable(f"the native library cannot be loaded: {error}")
     if library.level() is None:
         return KernelUnavailable(f"{path} holds no instruction-set level that this processor runs")

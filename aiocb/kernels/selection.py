@@ -10,7 +10,7 @@ import ctypes
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Final
 
-__all__ = ["ARGMAX", "CHOOSE", "LOG_PROBABILITIES", "SKIP", "TRUNCATED", "WHOLE", "SelectArguments"]
+__all__ = ["ARGMAX", "CHOOSE", "CONSTANTS", "LOG_PROBABILITIES", "SKIP", "TRUNCATED", "WHOLE", "SelectArguments"]
 
 CHOOSE: Final = 0
 LOG_PROBABILITIES: Final = 1
@@ -19,6 +19,13 @@ SKIP: Final = -1
 ARGMAX: Final = 0
 WHOLE: Final = 1
 TRUNCATED: Final = 2
+
+CONSTANTS: Final = {
+    "mode": {"choose": CHOOSE, "log_probabilities": LOG_PROBABILITIES},
+    "select": {"skip": SKIP, "argmax": ARGMAX, "whole": WHOLE, "truncated": TRUNCATED},
+    "failure": {"invalid_row": -1, "empty_row": -2},
+}
+"""All of them as the library has them; the failures stand in place of a token's id."""
 
 
 class SelectArguments(ctypes.Structure):
@@ -42,23 +49,10 @@ class SelectArguments(ctypes.Structure):
         ("num_rows", c_int32),
         ("vocab", c_int64),
         ("stride", c_int64),
-        ("logits", c_void_p),
-        ("rows", c_void_p),
-        ("kinds", c_void_p),
-        ("temperature", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("log_min_p", c_void_p),
-        ("uniforms", c_void_p),
-        ("ids", c_void_p),
-        ("tokens", c_void_p),
-        ("num_top", c_void_p),
+        *((name, c_void_p) for name in (
+            "logits", "rows", "kinds", "temperature", "top_k", "top_p", "log_min_p", "uniforms", "ids", "tokens",
+            "num_top",
+        )),
         ("width", c_int64),
-        ("chosen", c_void_p),
-        ("ranks", c_void_p),
-        ("top_values", c_void_p),
-        ("top_ids", c_void_p),
-        ("pool", c_void_p),
-        ("scratch", c_void_p),
-        ("scratch_bytes", c_int64),
-    ]
+        *((name, c_void_p) for name in ("chosen", "ranks", "top_values", "top_ids")),
+    ]  # fmt: skip

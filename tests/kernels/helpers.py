@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from aiocb.kernels import Library, NativeModel
-from aiocb.kernels.library import FORMATS, ModelConfig, StepArguments
+from aiocb.kernels.interface import FORMATS, ModelConfig, StepArguments
 from aiocb.model.native.build import PAGE_SIZE
 from aiocb.model.native.runner import NativeRunner
 from aiocb.sampling_params import ModelDefaults, SamplingParams
@@ -26,34 +24,40 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def native(library: Library, level: str, dtype: str, *, num_threads: int = 2, **fields: Any) -> NativeModel:
     values: dict[str, Any] = {
         "num_layers": 1, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 64,
-        "vocab_size": 64, "format": FORMATS[dtype], "embedding_format": FORMATS[dtype], "num_groups": 1,
+        "vocab_size": 64, "format": FORMATS[dtype], "num_groups": 1,
         "norm_eps": 1e-5, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     } | fields  # fmt: skip
     return NativeModel(library, ModelConfig(**values), num_threads=num_threads, level=level)
 
 
 class Rows:
-    """One sequence of a hand-made step: its block table, where it starts, how many tokens are new."""
+    """One sequence of a hand-made step: its new blocks, where it starts, how many tokens are new.
 
-    def __init__(self, table: Sequence[int], start: int, count: int) -> None:
-        self.table, self.start, self.count = table, start, count
+    `row` is None for its place in the step; the blocks replace the row's from `block_start` on.
+    """
+
+    def __init__(
+        self, table: Sequence[int], start: int, count: int, *, row: int | None = None, block_start: int = 0
+    ) -> None:
+        self.table, self.start, self.count, self.row, self.block_start = table, start, count, row, block_start
 
 
-def step_arguments(sequences: Sequence[Rows], keep: list[Any], *, ids: Sequence[int] | None = None) -> StepArguments:
+def step_arguments(
+    sequences: Sequence[Rows], keep: list[Any], *, ids: Sequence[int] | None = None, num_groups: int = 1
+) -> StepArguments:
     total = sum(s.count for s in sequences)
-    arrays = [
-        array("i", ids if ids is not None else [0] * total),
-        array("i", [s.start for s in sequences]),
-        array("i", [s.count for s in sequences]),
-        array("i", [b for s in sequences for b in s.table]),
-        array("i", [0, *np.cumsum([len(s.table) for s in sequences]).tolist()]),
-    ]
-    keep.extend(arrays)
-    pointers = ctypes.c_void_p * 1
-    address = [a.buffer_info()[0] for a in arrays]
+    tables = [block for s in sequences for block in s.table]
+    arrays = {
+        "token_ids": array("i", ids if ids is not None else [0] * total),
+        "rows": array("i", [at if s.row is None else s.row for at, s in enumerate(sequences)]),
+        "starts": array("i", [s.start for s in sequences]), "lengths": array("i", [s.count for s in sequences]),
+        "block_starts": array("i", [s.block_start for s in sequences]),
+        "block_counts": array("i", [len(s.table) for s in sequences]), "new_blocks": array("i", tables * num_groups),
+    }  # fmt: skip
+    keep.append(arrays)
     return StepArguments(
-        num_tokens=total, num_sequences=len(sequences), num_outputs=0, token_ids=address[0], starts=address[1],
-        lengths=address[2], tables=pointers(address[3]), table_offsets=pointers(address[4]),
+        num_tokens=total, num_sequences=len(sequences), num_outputs=0, num_new_blocks=len(tables),
+        **{name: values.buffer_info()[0] for name, values in arrays.items()},
     )  # fmt: skip
 
 

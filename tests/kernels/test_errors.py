@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from aiocb.errors import RequestFailed
 from aiocb.kernels import KernelError, Library
+from aiocb.model.native.runner import NativeRunner
 from aiocb.step import StepResult
-from tests.kernels.helpers import MiniScheduler, Request, native
+from tests.kernels.helpers import MiniScheduler, Request, Rows, native, step_arguments
 from tests.kernels.test_families import make, runner_of
 from tests.steps import CallbackSampler, execute
 
@@ -84,4 +86,39 @@ def test_nan_logits_end_one_request(library: Library) -> None:
     assert result.errors is not None
     assert list(result.errors) == [1]
     assert isinstance(result.errors[1], RequestFailed)
+    runner.close()
+
+
+def _logits(runner: NativeRunner, sequences: Sequence[Rows], ids: list[int]) -> torch.Tensor:
+    keep: list[Any] = []
+    arguments = step_arguments(sequences, keep, ids=ids, num_groups=len(runner.cache_layout.groups))
+    logits, argmax = torch.empty(len(ids), runner.vocab_size), torch.empty(len(ids), dtype=torch.int32)
+    rows = torch.arange(len(ids), dtype=torch.int32)
+    arguments.num_outputs, arguments.logits, arguments.argmax = len(ids), logits.data_ptr(), argmax.data_ptr()
+    arguments.output_rows = arguments.logit_slots = rows.data_ptr()
+    runner.native.step(arguments)
+    return logits
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "qwen2_moe-mixed", "olmoe"])
+def test_rows_that_are_not_finite_reach_nobody(
+    library: Library, level: str, name: str, dtype: torch.dtype, quantization: str | None
+) -> None:
+    """Neither those beside them in the step nor those who get their pages and the buffers' rows afterwards."""
+    model = make(name, dtype, tie_word_embeddings=False)
+    runner = runner_of(model, library=library, level=level, quantization=quantization)
+    ids = list(range(3, 46))
+    good = [Rows([9, 30, 7], 0, 33), Rows([41], 0, 10)]
+    clean = _logits(runner, good, ids)
+    assert clean.isfinite().all()
+    for value in (torch.nan, torch.inf, 3e38):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[2] = value
+        everywhere = _logits(runner, [Rows(range(1, 64), 0, 300)], [2] * 300)
+        assert value == 3e38 or not everywhere.isfinite().any()
+        assert torch.equal(_logits(runner, good, ids), clean)
+        beside = _logits(runner, [Rows([50, 51], 0, 20), *good, Rows([52], 0, 1)], [2] * 20 + ids + [2])
+        assert torch.equal(beside[20:63], clean)
     runner.close()

@@ -129,14 +129,16 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     return model
 
 
-def build_of(model: nn.Module, *, library: Library | None = None, num_threads: int = 2, **options: Any) -> Any:
+def build_of(
+    model: nn.Module, *, library: Library | None = None, num_blocks: int = 63, num_threads: int = 2, **options: Any
+) -> Any:
     """A runner, or the reason why there is none."""
     description = describe(model)
     if isinstance(description, str):
         return description
     loaded = library or load()
     assert isinstance(loaded, Library), loaded
-    config = EngineConfig(num_blocks=63, num_threads=num_threads)
+    config = EngineConfig(num_blocks=num_blocks, num_threads=num_threads)
     length = description.max_position_embeddings
     built = build(description, loaded, config, max_model_len=length, module=model, **options)
     return built.reason if isinstance(built, Refusal) else built

@@ -15,7 +15,7 @@ import torch
 import aiocb
 from aiocb.errors import ConfigError
 from aiocb.kernels import Library, NativeModel
-from aiocb.kernels.library import FORMATS
+from aiocb.kernels.interface import FORMATS
 from aiocb.model.native import int8 as native_int8
 from aiocb.model.native.int8 import tune
 from aiocb.model.open import open_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiocb.kernels import Library
-from aiocb.kernels.library import StepArguments
+from aiocb.kernels.interface import StepArguments
 from aiocb.model.native.runner import NativeRunner
 from aiocb.step import BlockCopy, StepPlan
 from tests.kernels.helpers import MiniScheduler, Request

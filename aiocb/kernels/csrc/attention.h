@@ -2,7 +2,8 @@
 //
 // The softmax runs over fixed chunks of 128 keys (8 pages) counted from position 0, and a row's keys are never split
 // over threads: the order of every addition is a function of the row's position alone, so a row is bit-identical alone,
-// in a batch, and chunked at any boundary. A masked key adds exactly zero (0 * v, with v finite: the pool is zeroed once).
+// in a batch, and chunked at any boundary. A masked key adds exactly zero: 0 * v, or, where that is NaN because a freed
+// page was left with NaN or infinity, nothing at all (attend_strictly).
 //
 //   K page [D / step][16 tokens][step]   scores of 16 keys:  one load and one broadcast of q per k step
 //   V page [16 / step][D][step]          16 output columns:  one load and one broadcast of p per k step
@@ -178,31 +179,70 @@ AIOCB_INLINE void attend_rows(int rows, const AttentionShape& shape, const char*
 #undef AIOCB_CASE
 }
 
-// Rows that one item may hold: scratch is sized by it (api.cpp) and tiles are cut by it.
-AIOCB_INLINE int item_rows(int group) { return group > kItemRows ? group : kItemRows; }
+AIOCB_INLINE bool all_finite(const float* x, int count) {
+  F16 zeros = zero();
+  for (int i = 0; i < count; i += 16) zeros = fma(load(x + i), zero(), zeros);
+  return reduce_add(zeros) == 0.0f;
+}
 
-// One item: a token tile of one sequence, some of its kv heads. `scratch` holds item_rows * (2 * dim floats + state + position).
+// A row once more whose sums are not finite. Slots of its pages that it does not see may be to blame: values there are
+// taken for zeros, in copies of the (one or two) pages that have such slots. What it does see is added up as before.
 template <class F>
-AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const Layer& layer, const AttentionItem& item,
+__attribute__((noinline)) void attend_strictly(const AttentionShape& shape, const char* q, const char* keys_of_head,
+                                               const int32_t* table, int64_t block_bytes, int position, float* out,
+                                               RowState* state) {
+  constexpr int step = F::kStep;
+  typedef typename F::Element E;
+  const int64_t page_bytes = int64_t(kPageSize) * shape.dim * sizeof(E);
+  const int low = shape.window > 0 && position >= shape.window ? position - shape.window + 1 : 0;
+  const int first_page = low / kPageSize, num_pages = position / kPageSize + 1;
+  alignas(64) char copies[2][kPageSize * kMaxHeadDim * sizeof(E)];
+  std::memset(out, 0, size_t(shape.dim) * 4);
+  *state = {-1e30f, 0.0f};
+  for (int chunk = first_page / kChunkPages; chunk * kChunkPages < num_pages; ++chunk) {
+    const char *keys[kChunkPages], *values[kChunkPages];
+    const int chunk_page = chunk * kChunkPages;
+    const int begin = first_page > chunk_page ? first_page - chunk_page : 0;
+    const int end = num_pages - chunk_page < kChunkPages ? num_pages - chunk_page : kChunkPages;
+    for (int page = begin; page < end; ++page) {
+      keys[page] = keys_of_head + table[chunk_page + page] * block_bytes;
+      values[page] = keys[page] + page_bytes;
+      const int start = (chunk_page + page) * kPageSize, first = low - start, last = position + 1 - start;
+      if (first <= 0 && last >= kPageSize) continue;
+      char* copy = copies[last < kPageSize];
+      std::memcpy(copy, values[page], size_t(page_bytes));
+      values[page] = copy;
+      for (int slot = 0; slot < kPageSize; ++slot)
+        for (int d = 0; (slot < first || slot >= last) && d < shape.dim; ++d)
+          reinterpret_cast<E*>(copy)[(slot / step * shape.dim + d) * step + slot % step] = 0;
+    }
+    attend_rows<F>(1, shape, q, keys, values, values, chunk_page * kPageSize, &position, begin, end, out, state);
+  }
+}
+
+// One item: a token tile of one sequence, some of its kv heads. `scratch` is sized by attention_scratch (executor.cpp).
+template <class F>
+AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const Layer& layer, const AttentionItem& item,
                                 char* scratch) {
   typedef typename F::Element E;
   const Config& c = model.config;
   const int dim = c.head_dim, kv_heads = c.num_kv_heads, group = c.num_heads / kv_heads;
   const AttentionShape shape = {dim, group, layer.window, layer.scale, c.attention_softcap};
   const Group& cache = model.groups[layer.group];
-  const int32_t* table = args.tables[layer.group] + args.table_offsets[layer.group][item.sequence];
+  const int32_t* table = batch.tables[int64_t(layer.group) * batch.num_sequences + item.sequence];
   const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E);
   const int64_t block_bytes = 2 * page_bytes * kv_heads;
   const char* base = cache.pool + layer.group_layer * cache.layer_bytes;
   const int rows = item.num_tokens * group;
   const int blocks = (rows + kAttentionRows - 1) / kAttentionRows;
-  const int start = args.starts[item.sequence] + item.first_token;  // position of the tile's first token
+  const int start = batch.starts[item.sequence] + item.first_token;  // position of the tile's first token
   const int row0 = item.first_row + item.first_token;
 
   float* out = reinterpret_cast<float*>(scratch);
-  RowState* states = reinterpret_cast<RowState*>(out + int64_t(item_rows(group)) * dim);
-  int* positions = reinterpret_cast<int*>(states + item_rows(group));
-  float* wide = reinterpret_cast<float*>(positions + item_rows(group));  // the queries, where they are not used as they are
+  const int most_rows = group > kItemRows ? group : kItemRows;
+  RowState* states = reinterpret_cast<RowState*>(out + int64_t(most_rows) * dim);
+  int* positions = reinterpret_cast<int*>(states + most_rows);
+  float* wide = reinterpret_cast<float*>(positions + most_rows);  // the queries, where they are not used as they are
 
   const int last_position = start + item.num_tokens - 1;
   const int first_visible = shape.window > 0 && start - shape.window + 1 > 0 ? start - shape.window + 1 : 0;
@@ -210,7 +250,7 @@ AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const 
 
   for (int head = item.first_head; head < item.last_head; ++head) {
     const char* q = model.buffers.queries +
-                    (int64_t(head) * args.num_tokens + row0) * group * dim * int64_t(sizeof(E));
+                    (int64_t(head) * batch.num_tokens + row0) * group * dim * int64_t(sizeof(E));
     if constexpr (F::kHalves == 2) {
       widen_row(reinterpret_cast<const uint16_t*>(q), rows * dim, wide);
       q = reinterpret_cast<const char*>(wide);
@@ -252,7 +292,11 @@ AIOCB_INLINE void run_attention(const Model& model, const StepArgs& args, const 
                        positions + row, from, to, out + int64_t(row) * dim, states + row);
       }
     }
+    const bool is_finite = all_finite(out, rows * dim);
     for (int r = 0; r < rows; ++r) {
+      if (!is_finite && !all_finite(out + int64_t(r) * dim, dim))
+        attend_strictly<F>(shape, q + int64_t(r) * dim * int64_t(sizeof(typename F::Wide)), base + head * 2 * page_bytes,
+                           table, block_bytes, positions[r], out + int64_t(r) * dim, states + r);
       const int token = row0 + r / group, query_head = head * group + r % group;
       float sum = states[r].sum, rescale = 1.0f;
       if (layer.sinks) {

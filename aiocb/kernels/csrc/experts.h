@@ -44,16 +44,18 @@ inline void choose_experts(const Config& c, const float* scores, int32_t* chosen
     store_part(weights + i, exp(load_part(weights + i, k - i) - peak) * scale, k - i);
 }
 
-// Route rows [first, last), which this thread has normed. Router scores beyond the experts are gates: their sigmoid is
+// Route a share of the rows, which this thread has normed. Router scores beyond the experts are gates: their sigmoid is
 // left in place.
 template <class F>
-AIOCB_INLINE void route_rows(const Model& model, const Experts& experts, int first, int last) {
+AIOCB_INLINE void route_rows(const Model& model, const Experts& experts, const Share& share, const Lane& lane) {
+  const int first = share.begin, last = share.end;
   if (first >= last) return;
   const Config& c = model.config;
   const Buffers& b = model.buffers;
   float* scores = b.router_scores + first * b.router_stride;
   StoreEpilogue keep = {scores, b.router_stride, experts.router.columns, nullptr};
-  run_linear<F>(experts.router, b.normed + first * b.hidden_stride, b.hidden_stride, last - first, nullptr, 0, 1, keep);
+  run_linear<F>(experts.router, b.normed + first * b.hidden_stride, b.hidden_stride, last - first, nullptr,
+                {0, 1, lane.scratch}, keep);
   for (int row = first; row < last; ++row, scores += b.router_stride) {
     choose_experts(c, scores, b.chosen_experts + int64_t(row) * c.num_chosen,
                    b.expert_weights + int64_t(row) * c.num_chosen);
@@ -66,10 +68,10 @@ template <class F>
 class Mixture {
  public:
   typedef typename F::Element E;
-  Mixture(const Model& model, const Experts& experts, int num_tokens, int thread, int num_threads)
+  Mixture(const Model& model, const Experts& experts, int num_tokens, const Lane& lane)
       : c_(model.config), b_(model.buffers), experts_(experts), num_pairs_(num_tokens * model.config.num_chosen),
-        thread_(thread), num_threads_(num_threads) {
-    begins_ = b_.expert_places + thread * b_.expert_places_stride;
+        lane_(lane), share_(share_of(num_pairs_, lane)) {
+    begins_ = b_.expert_places + lane.thread * b_.expert_places_stride;
     places_ = begins_ + c_.num_experts + 1;
     pairs_ = places_ + num_pairs_;
   }
@@ -81,7 +83,7 @@ class Mixture {
     sort();
     const Linear& linear = experts_.gate_up[0];
     if (is_int8()) record();
-    for (int place = begin(); place < end(); ++place) {
+    for (int place = share_.begin; place < share_.end; ++place) {
       const char* row = b_.normed + pairs_[place] / c_.num_chosen * b_.hidden_stride;
       char* target = b_.expert_rows + place * b_.expert_row_stride;
       if (is_int8())
@@ -92,19 +94,19 @@ class Mixture {
   }
 
   void gate_up() const {
-    for_experts([&](int expert, int first, int count, int thread) {
+    for_experts([&](int expert, int first, int count, const Lane& lane) {
       ActivationEpilogue<E> activation = {b_.expert_activated + first * b_.expert_activated_stride,
                                           b_.expert_activated_stride, experts_.down[expert].depth, nullptr,
                                           c_.activation, true};
       multiply(experts_.gate_up[expert], b_.expert_rows + first * b_.expert_row_stride, b_.expert_row_stride, count,
-               nullptr, thread, activation);
+               nullptr, lane, activation);
     });
   }
 
   // This thread's part of what gate_up left.
   void quantize() const {
     const int depth = experts_.down[0].depth;
-    for (int place = begin(); place < end(); ++place)
+    for (int place = share_.begin; place < share_.end; ++place)
       quantize_row(reinterpret_cast<const E*>(b_.expert_activated + place * b_.expert_activated_stride), depth,
                    int8_groups(depth), b_.expert_rows + place * b_.expert_row_stride);
   }
@@ -112,10 +114,10 @@ class Mixture {
   void down(const char* next) const {
     const char* a = is_int8() ? b_.expert_rows : b_.expert_activated;
     const int64_t stride = is_int8() ? b_.expert_row_stride : b_.expert_activated_stride;
-    for_experts([&](int expert, int first, int count, int thread) {
+    for_experts([&](int expert, int first, int count, const Lane& lane) {
       StoreEpilogue keep = {b_.expert_results + int64_t(first) * c_.hidden_size, c_.hidden_size, c_.hidden_size,
                             nullptr};
-      multiply(experts_.down[expert], a + first * stride, stride, count, next, thread, keep);
+      multiply(experts_.down[expert], a + first * stride, stride, count, next, lane, keep);
     });
   }
 
@@ -136,9 +138,6 @@ class Mixture {
   }
 
  private:
-  int begin() const { return int(int64_t(num_pairs_) * thread_ / num_threads_); }
-  int end() const { return int(int64_t(num_pairs_) * (thread_ + 1) / num_threads_); }
-
   // Pairs by expert: those of e are at [begins[e], begins[e + 1]); pairs[places[p]] is p.
   void sort() const {
     for (int e = 0; e <= c_.num_experts; ++e) begins_[e] = 0;
@@ -156,34 +155,34 @@ class Mixture {
     begins_[0] = 0;
   }
 
-  // Call work(expert, first place, count, thread) for the experts that were chosen. Threads change their parts from one
+  // Call work(expert, first place, count, lane) for the experts that were chosen. Threads change their parts from one
   // to the next: few panels do not divide evenly, and the same thread would always have the larger part.
   template <class Work>
   AIOCB_INLINE void for_experts(const Work& work) const {
-    int turn = thread_;
+    Lane turn = lane_;
     for (int e = 0; e < c_.num_experts; ++e) {
       const int first = begins_[e], count = begins_[e + 1] - first;
       if (count == 0) continue;
       work(e, first, count, turn);
-      if (++turn == num_threads_) turn = 0;
+      if (++turn.thread == turn.num_threads) turn.thread = 0;
     }
   }
 
   // Rows of an int8 linear are quantised already.
   template <class Epilogue>
   AIOCB_INLINE void multiply(const Linear& linear, const char* a, int64_t stride, int rows, const char* next,
-                             int thread, Epilogue& epilogue) const {
+                             const Lane& lane, Epilogue& epilogue) const {
     if (linear.format == kInt8) {
       const bool has_vnni = static_cast<const Int8Linear*>(linear.extra)->state->has_vnni;
-      run_int8_panels(linear, best_int8_rows(has_vnni), a, stride, rows, next, thread, num_threads_, epilogue);
+      run_int8_panels(linear, best_int8_rows(has_vnni), a, stride, rows, next, lane, epilogue);
     } else {
-      run_linear<F>(linear, a, stride, rows, next, thread, num_threads_, epilogue);
+      run_linear<F>(linear, a, stride, rows, next, lane, epilogue);
     }
   }
 
   // See Int8Linear: rows are counted once for each expert that they pass.
   void record() const {
-    if (thread_ != 0) return;
+    if (lane_.thread != 0) return;
     for (int e = 0; e < c_.num_experts; ++e) {
       const Linear& linear = experts_.gate_up[e];
       float* squares = static_cast<const Int8Linear*>(linear.extra)->squares;
@@ -196,7 +195,9 @@ class Mixture {
   const Config& c_;
   const Buffers& b_;
   const Experts& experts_;
-  const int num_pairs_, thread_, num_threads_;
+  const int num_pairs_;
+  const Lane lane_;
+  const Share share_;
   int32_t *begins_, *places_, *pairs_;
 };
 

@@ -8,8 +8,6 @@
 // Adding a weight format takes one struct with the interface of Bf16Format in vec.h (load_half, broadcast_half, madd), or,
 // where sums are not floats, a `run_format` of its own as in gemm_int8.h; all epilogues stay as they are.
 #pragma once
-#include <memory>
-
 #include "model.h"
 #include "vec.h"
 
@@ -98,27 +96,37 @@ AIOCB_INLINE void even_block(int rows, int blocks, int index, int* first, int* c
   *count = small + (index < larger ? 1 : 0);
 }
 
+// This lane's part of `count` things.
+struct Share {
+  int begin, end;
+};
+AIOCB_INLINE Share share_of(int count, const Lane& lane) {
+  return {int(int64_t(count) * lane.thread / lane.num_threads), int(int64_t(count) * (lane.thread + 1) / lane.num_threads)};
+}
+
 // First panel that a thread will read of `linear`: what the previous stage prefetches while it finishes.
-AIOCB_INLINE const char* first_panel(const Linear& linear, int thread, int num_threads) {
-  return linear.data + (int64_t(linear.panels) * thread / num_threads) * linear.panel_bytes;
+AIOCB_INLINE const char* first_panel(const Linear& linear, const Lane& lane) {
+  return linear.data + share_of(linear.panels, lane).begin * linear.panel_bytes;
 }
 
 constexpr int kGroupRows = 132;               // rows that pass over a panel together
 constexpr int kChunkBytes = 256 << 10;        // of a panel: it stays in the second-level cache while the rows pass
 constexpr int kStepBytes = kPanel * 4;
 
-// At least `bytes` of this thread's own, kept from call to call.
-inline char* thread_memory(size_t bytes) {
-  struct Memory {
-    std::unique_ptr<char[]> data;
-    size_t size = 0;
-  };
-  static thread_local Memory memory;
-  if (bytes > memory.size) {
-    memory.data.reset(new char[bytes + 64]);
-    memory.size = bytes;
-  }
-  return reinterpret_cast<char*>((uintptr_t(memory.data.get()) + 63) / 64 * 64);
+// Where pairs are multiplied as floats, a lane's scratch holds a chunk of a panel and the rows of a group, widened.
+struct WideLayout {
+  int chunks;
+  int64_t chunk_bytes, row_stride;
+};
+template <class F>
+AIOCB_INLINE WideLayout wide_layout(int depth) {
+  const int steps = depth / F::kStep, chunks = 1 + (steps * kStepBytes * F::kHalves - 1) / kChunkBytes;
+  return {chunks, int64_t((steps + chunks - 1) / chunks) * kStepBytes * 2, (int64_t(depth) * 4 + 63) / 64 * 64 + kRowPad};
+}
+inline int64_t linear_scratch(int format, int depth, int rows) {
+  if (format != kBf16 || Bf16Format::kHalves == 1) return 0;
+  const WideLayout wide = wide_layout<Bf16Format>(depth);
+  return wide.chunk_bytes + (rows < kGroupRows ? rows : kGroupRows) * wide.row_stride;
 }
 
 inline void widen_row(const uint16_t* row, int depth, float* out) {
@@ -161,29 +169,25 @@ AIOCB_INLINE void compute_shared(int order, int count, int rows, const char* a, 
 // are floats between chunks as within them, and every tile adds along K in the same order.
 template <class F, class Epilogue>
 AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                             int thread, int num_threads, Epilogue& epilogue) {
+                             const Lane& lane, Epilogue& epilogue) {
   alignas(64) float sums[kGroupRows * kPanel];
   const int steps = linear.depth / F::kStep, groups = (rows + kGroupRows - 1) / kGroupRows;
-  const int chunks = (steps * kStepBytes * F::kHalves + kChunkBytes - 1) / kChunkBytes;
-  const int64_t wide_stride = (int64_t(linear.depth) * 4 + 63) / 64 * 64 + kRowPad;
-  const int64_t wide_bytes_of_chunk = int64_t((steps + chunks - 1) / chunks) * kStepBytes * 2;
-  char* memory = nullptr;
-  if (F::kHalves == 2) memory = thread_memory(size_t(wide_bytes_of_chunk + (rows + groups - 1) / groups * wide_stride));
+  const WideLayout wide = wide_layout<F>(linear.depth);
   for (int group = 0; group < groups; ++group) {
     int group_first, group_rows;
     even_block(rows, groups, group, &group_first, &group_rows);
     const char* group_a = a + group_first * a_stride;
     int64_t stride = a_stride;
     if constexpr (F::kHalves == 2) {
-      char* wide_rows = memory + wide_bytes_of_chunk;
+      char* wide_rows = lane.scratch + wide.chunk_bytes;
       for (int r = 0; r < group_rows; ++r)
         widen_row(reinterpret_cast<const uint16_t*>(group_a + r * a_stride), linear.depth,
-                  reinterpret_cast<float*>(wide_rows + r * wide_stride));
-      group_a = wide_rows, stride = wide_stride;
+                  reinterpret_cast<float*>(wide_rows + r * wide.row_stride));
+      group_a = wide_rows, stride = wide.row_stride;
     }
     const int blocks = (group_rows + kMaxRows - 1) / kMaxRows;
     const int64_t total = int64_t(linear.panels) * blocks;
-    const int64_t begin = total * thread / num_threads, end = total * (thread + 1) / num_threads;
+    const int64_t begin = total * lane.thread / lane.num_threads, end = total * (lane.thread + 1) / lane.num_threads;
     const char* after = group + 1 < groups ? linear.data + begin / blocks * linear.panel_bytes : next;
     for (int64_t panel = begin / blocks; panel * blocks < end; ++panel) {
       const char* b = linear.data + panel * linear.panel_bytes;
@@ -196,19 +200,19 @@ AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stri
       }
       const int from = panel * blocks < begin ? int(begin - panel * blocks) : 0;
       const int to = (panel + 1) * blocks > end ? int(end - panel * blocks) : blocks;
-      for (int chunk = 0; chunk < chunks; ++chunk) {
+      for (int chunk = 0; chunk < wide.chunks; ++chunk) {
         int step, count;
-        even_block(steps, chunks, chunk, &step, &count);
+        even_block(steps, wide.chunks, chunk, &step, &count);
         const char* weights = b + int64_t(step) * kStepBytes;
-        const char* ahead = chunk + 1 < chunks ? weights + int64_t(count) * kStepBytes
+        const char* ahead = chunk + 1 < wide.chunks ? weights + int64_t(count) * kStepBytes
                             : (panel + 1) * blocks < end ? b + linear.panel_bytes : after;
         for (int block = from; block < to; ++block) {
           int first, block_rows;
           even_block(group_rows, blocks, block, &first, &block_rows);
           float* block_sums = sums + (block - from) * (kMaxRows * kPanel);
           compute_shared<F>(block - from, to - from, block_rows, group_a + first * stride + step * wide_bytes<F>(), stride,
-                            weights, count, ahead, chunk > 0, reinterpret_cast<float*>(memory), block_sums);
-          if (chunk + 1 == chunks) epilogue(group_first + first, block_rows, int(panel), block_sums);
+                            weights, count, ahead, chunk > 0, reinterpret_cast<float*>(lane.scratch), block_sums);
+          if (chunk + 1 == wide.chunks) epilogue(group_first + first, block_rows, int(panel), block_sums);
         }
       }
     }
@@ -217,16 +221,16 @@ AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stri
 
 template <class F, class Epilogue>
 AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                           int thread, int num_threads, Epilogue& epilogue);  // gemm_int8.h
+                           const Lane& lane, Epilogue& epilogue);  // gemm_int8.h
 
 // `F` is the format of the activations; a linear whose weights have a format of their own is dispatched here.
 template <class F, class Epilogue>
 AIOCB_INLINE void run_linear(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                             int thread, int num_threads, Epilogue& epilogue) {
+                             const Lane& lane, Epilogue& epilogue) {
   if (linear.format == kInt8)
-    run_int8<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
+    run_int8<F>(linear, a, a_stride, rows, next, lane, epilogue);
   else
-    run_format<F>(linear, a, a_stride, rows, next, thread, num_threads, epilogue);
+    run_format<F>(linear, a, a_stride, rows, next, lane, epilogue);
 }
 
 // ---- epilogues ------------------------------------------------------------------------------------------------

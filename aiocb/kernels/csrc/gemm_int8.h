@@ -167,6 +167,9 @@ struct Int8GroupMeta {
   float scale;
   int32_t start;  // -128 * (sum of the group)
 };
+// What a group is multiplied by. A group so small that this would be infinite is one of zeros.
+AIOCB_INLINE F16 int8_inverse(float peak) { return set1(peak > 1e-36f ? 127.0f / peak : 0.0f); }
+
 AIOCB_INLINE void store_bytes(char* p, F16 a) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
@@ -195,7 +198,7 @@ AIOCB_INLINE bool quantize_group(const E* x, int count, char* out, Int8GroupMeta
     peaks = max(peaks, abs(values[i]));
   }
   const float peak = reduce_max(peaks);
-  const F16 inverse = set1(peak > 0.0f ? 127.0f / peak : 0.0f);
+  const F16 inverse = int8_inverse(peak);
   AIOCB_UNROLL for (int i = 0; i < kInt8Group / 16; ++i) {
     const F16 rounded = round_to_int(values[i] * inverse);
     store_bytes(out + i * 16, rounded);
@@ -216,7 +219,7 @@ AIOCB_INLINE bool quantize_whole_group(const uint16_t* x, char* out, Int8GroupMe
   const __m128i smallest = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
   const uint16_t bits = uint16_t(~_mm_cvtsi128_si32(smallest));
   const float peak = bf16_to_float(bits);
-  const F16 inverse = set1(peak > 0.0f ? 127.0f / peak : 0.0f);
+  const F16 inverse = int8_inverse(peak);
   const __m512i low = _mm512_cvtps_epi32((load(x) * inverse).v), high = _mm512_cvtps_epi32((load(x + 16) * inverse).v);
   const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(low)),
                                                 _mm512_cvtepi32_epi8(high), 1);
@@ -369,11 +372,11 @@ inline Int8Rows best_int8_rows(bool has_vnni) {
 
 template <class Epilogue>
 AIOCB_INLINE void run_int8_panels(const Linear& linear, Int8Rows compute, const char* a, int64_t a_stride, int rows,
-                                  const char* next, int thread, int num_threads, Epilogue& epilogue) {
+                                  const char* next, const Lane& lane, Epilogue& epilogue) {
   alignas(64) float sums[kInt8Rows * kPanel];
   const int blocks = (rows + kInt8Rows - 1) / kInt8Rows, groups = int8_groups(linear.depth);
   const int64_t total = int64_t(linear.panels) * blocks;
-  const int64_t begin = total * thread / num_threads, end = total * (thread + 1) / num_threads;
+  const int64_t begin = total * lane.thread / lane.num_threads, end = total * (lane.thread + 1) / lane.num_threads;
   const int lines = blocks == 1 ? 4 : blocks < 4 ? 2 : 1;  // of the next panel, as in compute_shared
   for (int64_t item = begin; item < end; ++item) {
     const int panel = int(item / blocks), block = int(item % blocks);
@@ -397,17 +400,16 @@ AIOCB_INLINE void run_int8_panels(const Linear& linear, Int8Rows compute, const 
 // the price of a barrier.
 template <class E>
 __attribute__((noinline)) const char* quantize_rows(const Linear& linear, const char* a, int64_t a_stride, int rows,
-                                                    int thread, int num_threads) {
+                                                    const Lane& lane) {
   const Int8Linear& own = *static_cast<const Int8Linear*>(linear.extra);
   const Int8State& state = *own.state;
-  if (own.squares && thread == 0)
+  if (own.squares && lane.thread == 0)
     for (int row = 0; row < rows; ++row)
       add_squares(reinterpret_cast<const E*>(a + row * a_stride), linear.depth, own.squares);
   const bool is_shared = rows > kInt8OwnRows;
-  char* quantized = state.rows + (is_shared ? 0 : thread * kInt8OwnRows * state.row_stride);
-  const int begin = is_shared ? int(int64_t(rows) * thread / num_threads) : 0;
-  const int end = is_shared ? int(int64_t(rows) * (thread + 1) / num_threads) : rows;
-  for (int row = begin; row < end; ++row)
+  char* quantized = state.rows + (is_shared ? 0 : lane.thread * kInt8OwnRows * state.row_stride);
+  const Share share = is_shared ? share_of(rows, lane) : Share{0, rows};
+  for (int row = share.begin; row < share.end; ++row)
     quantize_row(reinterpret_cast<const E*>(a + row * a_stride), linear.depth, int8_groups(linear.depth),
                  quantized + row * state.row_stride);
   if (is_shared) pool_barrier(state.pool);
@@ -417,16 +419,16 @@ __attribute__((noinline)) const char* quantize_rows(const Linear& linear, const 
 // As run_format.
 template <class F, class Epilogue>
 AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                           int thread, int num_threads, Epilogue& epilogue) {
+                           const Lane& lane, Epilogue& epilogue) {
   const Int8State& state = *static_cast<const Int8Linear*>(linear.extra)->state;
-  const char* quantized = quantize_rows<typename F::Element>(linear, a, a_stride, rows, thread, num_threads);
-  run_int8_panels(linear, best_int8_rows(state.has_vnni), quantized, state.row_stride, rows, next, thread, num_threads, epilogue);
+  const char* quantized = quantize_rows<typename F::Element>(linear, a, a_stride, rows, lane);
+  run_int8_panels(linear, best_int8_rows(state.has_vnni), quantized, state.row_stride, rows, next, lane, epilogue);
 }
 
 // Multiply-adds of the largest tile on operands that stay in the nearest cache (see multiply_add in level.cpp).
 inline int64_t int8_multiply_add(int repeats, bool has_vnni) {
   constexpr int kGroups = 4, kStride = kGroups * (kInt8Group + int(sizeof(Int8GroupMeta))) + 64;
-  alignas(64) static thread_local char weights[kGroups * kInt8GroupBytes], rows[kInt8Rows * kStride];
+  alignas(64) char weights[kGroups * kInt8GroupBytes] = {}, rows[kInt8Rows * kStride] = {};
   alignas(64) float sums[kInt8Rows * kPanel];
   const Int8Rows compute = best_int8_rows(has_vnni);
   for (int i = 0; i < repeats; ++i) compute(kInt8Rows, rows, kStride, weights, kGroups, weights, 0, sums);

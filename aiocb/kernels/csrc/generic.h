@@ -13,21 +13,14 @@ namespace aiocb {
 namespace AIOCB_ISA {
 namespace {
 
-struct Rows {
-  int begin, end;
-};
-AIOCB_INLINE Rows rows_of(int count, int thread, int num_threads) {
-  return {int(int64_t(count) * thread / num_threads), int(int64_t(count) * (thread + 1) / num_threads)};
-}
-
 // K page [D / step][16 tokens][step], V page [16 tokens / step][D][step].
 template <class F>
-AIOCB_INLINE void write_rows(const PagedCall& c, int thread, int num_threads) {
+AIOCB_INLINE void write_rows(const PagedCall& c, const Lane& lane) {
   typedef typename F::Element E;
   constexpr int step = F::kStep;
   const int dim = c.head_dim;
   const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E), block_bytes = 2 * page_bytes * c.num_kv_heads;
-  const Rows tokens = rows_of(c.num_tokens, thread, num_threads);
+  const Share tokens = share_of(c.num_tokens, lane);
   for (int token = tokens.begin; token < tokens.end; ++token) {
     const int64_t slot = c.slots[token];
     char* pages = c.pool + slot / kPageSize * block_bytes;
@@ -54,21 +47,21 @@ AIOCB_INLINE void write_rows(const PagedCall& c, int thread, int num_threads) {
 
 // An item owns its tokens and heads, so it brings its own queries to where run_attention reads them: [K][T][G][D].
 template <class F>
-AIOCB_INLINE void attend_items(const PagedModel& paged, int thread) {
+AIOCB_INLINE void attend_items(const PagedModel& paged, const Lane& lane) {
   const PagedCall& c = *paged.call;
   const Model& model = paged.model;
+  const Batch& batch = paged.batch;
   const int group = c.num_heads / c.num_kv_heads;
   const int64_t row_bytes = int64_t(c.head_dim) * sizeof(typename F::Element);
-  char* scratch = model.buffers.scratch + thread * model.buffers.scratch_bytes;
-  for (int i; (i = pool_next(model.pool, 0)) < model.buffers.num_items;) {
-    const AttentionItem& item = model.buffers.items[i];
+  for (int i; (i = pool_next(model.pool, 0)) < batch.num_items;) {
+    const AttentionItem& item = batch.items[i];
     const int first = item.first_row + item.first_token;
     for (int head = item.first_head; head < item.last_head; ++head)
       for (int token = first; token < first + item.num_tokens; ++token)
         for (int g = 0; g < group; ++g)
           std::memcpy(model.buffers.queries + ((int64_t(head) * c.num_tokens + token) * group + g) * row_bytes,
                       c.query + token * c.query_stride + (head * group + g) * c.query_head_stride, size_t(row_bytes));
-    run_attention<F>(model, paged.args, paged.layer, item, scratch);
+    run_attention<F>(model, batch, paged.layer, item, lane.scratch);
   }
 }
 
@@ -98,28 +91,28 @@ struct RowsEpilogue {
   }
 };
 
-void paged_write(const PagedCall* call, int thread, int num_threads) {
+void paged_write(const PagedCall* call, Lane lane) {
   if (call->format == kF32)
-    write_rows<F32Format>(*call, thread, num_threads);
+    write_rows<F32Format>(*call, lane);
   else
-    write_rows<Bf16Format>(*call, thread, num_threads);
+    write_rows<Bf16Format>(*call, lane);
 }
 
-void paged_attend(const PagedModel* model, int thread, int) {
+void paged_attend(const PagedModel* model, Lane lane) {
   if (model->call->format == kF32)
-    attend_items<F32Format>(*model, thread);
+    attend_items<F32Format>(*model, lane);
   else
-    attend_items<Bf16Format>(*model, thread);
+    attend_items<Bf16Format>(*model, lane);
 }
 
 void linear_rows(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,
-                 int thread, int num_threads) {
+                 Lane lane) {
   if (linear->format == kF32) {
     RowsEpilogue<float> epilogue = {out, out_stride, linear->columns, linear->bias};
-    run_linear<F32Format>(*linear, a, a_stride, rows, nullptr, thread, num_threads, epilogue);
+    run_linear<F32Format>(*linear, a, a_stride, rows, nullptr, lane, epilogue);
   } else {
     RowsEpilogue<uint16_t> epilogue = {out, out_stride, linear->columns, linear->bias};
-    run_linear<Bf16Format>(*linear, a, a_stride, rows, nullptr, thread, num_threads, epilogue);
+    run_linear<Bf16Format>(*linear, a, a_stride, rows, nullptr, lane, epilogue);
   }
 }
 

@@ -1,6 +1,6 @@
 // One instruction-set level: the whole step of a decoder, and the single kernels for tests and benchmarks.
 //
-// Compiled once per level with AIOCB_ISA set to its name; api.cpp chooses one at run time. A step is one parallel region
+// Compiled once per level with AIOCB_ISA set to its name; dispatch.cpp chooses one at run time. A step is one parallel region
 // of a few stages per layer with a barrier between them; every stage cuts its work so that no output has two owners.
 #include "attention.h"
 #include "experts.h"
@@ -17,43 +17,18 @@ namespace aiocb {
 namespace AIOCB_ISA {
 namespace {
 
-enum Stage { kRows = 0, kQkv, kPlace, kAttend, kOut, kGateUp, kDown, kHead, kNumStages };
-
-class Clock {
- public:
-  Clock(double* profile, int thread) : profile_(thread == 0 ? profile : nullptr), last_(profile_ ? pool_thread_seconds() : 0) {}
-  AIOCB_INLINE void lap(Stage stage) {
-    if (!profile_) return;
-    const double now = pool_thread_seconds();
-    profile_[stage] += now - last_;
-    last_ = now;
-  }
-
- private:
-  double* profile_;
-  double last_;
-};
-
-struct Share {
-  int begin, end;
-};
-AIOCB_INLINE Share share_of(int count, int thread, int num_threads) {
-  return {int(int64_t(count) * thread / num_threads), int(int64_t(count) * (thread + 1) / num_threads)};
-}
-
 template <class F>
 struct Step {
   typedef typename F::Element E;
   const Model& model;
-  const StepArgs& args;
+  const Batch& batch;
   const Config& c;
   const Buffers& buffers;
-  const int thread, num_threads;
+  const Lane& lane;
   const Share rows;
 
-  Step(const Model& m, const StepArgs& a, int t, int n)
-      : model(m), args(a), c(m.config), buffers(m.buffers), thread(t), num_threads(n),
-        rows(share_of(a.num_tokens, t, n)) {}
+  Step(const Model& m, const Batch& b, const Lane& l)
+      : model(m), batch(b), c(m.config), buffers(m.buffers), lane(l), rows(share_of(b.num_tokens, l)) {}
 
   AIOCB_INLINE float* x(int row) const { return buffers.x + int64_t(row) * c.hidden_size; }
   AIOCB_INLINE E* normed(int row) const { return reinterpret_cast<E*>(buffers.normed + row * buffers.hidden_stride); }
@@ -63,7 +38,7 @@ struct Step {
   }
 
   void embed() const {
-    for (int row = rows.begin; row < rows.end; ++row) embed_row(model, args.token_ids[row], x(row));
+    for (int row = rows.begin; row < rows.end; ++row) embed_row(model, batch.token_ids[row], x(row));
   }
 
   // Once per step, not per layer; computed, not tabled: a table for 128k positions would be larger than the model.
@@ -72,9 +47,9 @@ struct Step {
     for (int row = rows.begin; row < rows.end; ++row) {
       for (int r = 0; r < c.num_ropes; ++r) {
         const Rope& rope = model.ropes[r];
-        const int64_t offset = (int64_t(r) * args.num_tokens + row) * half;
+        const int64_t offset = (int64_t(r) * batch.num_tokens + row) * half;
         for (int i = 0; i < half; ++i) {
-          const float angle = rope.inverse_frequencies[i] * float(buffers.row_positions[row]);
+          const float angle = rope.inverse_frequencies[i] * float(batch.positions[row]);
           buffers.cosine[offset + i] = std::cos(angle) * rope.scaling;
           buffers.sine[offset + i] = std::sin(angle) * rope.scaling;
         }
@@ -111,53 +86,49 @@ struct Step {
   void project_back(const Linear& linear, const Norm& post, const char* a, int64_t stride, const char* next) const {
     if (post.weight) {
       StoreEpilogue epilogue = {buffers.branch, c.hidden_size, c.hidden_size, linear.bias};
-      run_linear<F>(linear, a, stride, args.num_tokens, next, thread, num_threads, epilogue);
+      run_linear<F>(linear, a, stride, batch.num_tokens, next, lane, epilogue);
     } else {
       ResidualEpilogue epilogue = {buffers.x, c.hidden_size, c.hidden_size, linear.bias, c.residual_scale};
-      run_linear<F>(linear, a, stride, args.num_tokens, next, thread, num_threads, epilogue);
+      run_linear<F>(linear, a, stride, batch.num_tokens, next, lane, epilogue);
     }
   }
 
   void place(const Layer& layer) const {
-    const int width = layer.qkv.columns;
-    const int32_t* table = args.tables[layer.group];
-    const int32_t* offsets = args.table_offsets[layer.group];
+    const int width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim;
+    const int32_t* const* tables = batch.tables + int64_t(layer.group) * batch.num_sequences;
     int sequence = 0, first = 0;
     auto block_of = [&](int row) {
-      while (row >= first + args.lengths[sequence]) first += args.lengths[sequence++];
-      return table[offsets[sequence] + buffers.row_positions[row] / kPageSize];
+      while (row >= first + batch.lengths[sequence]) first += batch.lengths[sequence++];
+      return tables[sequence][batch.positions[row] / kPageSize];
     };
     if (rows.begin >= rows.end) return;
     int block = block_of(rows.begin);
     for (int row = rows.begin; row < rows.end; ++row) {
       const int next = row + 1 < rows.end ? block_of(row + 1) : block;
-      if (next != block) prefetch_place<F>(model, layer, buffers.row_positions[row + 1], next);
-      place_token<F>(model, layer, row, args.num_tokens, buffers.row_positions[row], block,
-                     buffers.qkv + int64_t(row) * width);
+      if (next != block) prefetch_place<F>(model, layer, batch.positions[row + 1], next);
+      place_token<F>(model, layer, row, batch.num_tokens, batch.positions[row], block, buffers.qkv + int64_t(row) * width);
       block = next;
     }
   }
 
   void attend(const Layer& layer, int index) const {
-    char* scratch = buffers.scratch + thread * buffers.scratch_bytes;
-    for (int i; (i = pool_next(model.pool, index)) < buffers.num_items;)
-      run_attention<F>(model, args, layer, buffers.items[i], scratch);
+    for (int i; (i = pool_next(model.pool, index)) < batch.num_items;)
+      run_attention<F>(model, batch, layer, batch.items[i], lane.scratch);
   }
 
   // Rows that are padded to whole k steps of `down` are zero there: so are the weights that make them.
   void gate_up(const Layer& layer, const char* a) const {
     ActivationEpilogue<E> activation = {buffers.activated, buffers.activated_stride, layer.down.depth,
                                         layer.gate_up.bias, c.activation, c.is_gated != 0};
-    run_linear<F>(layer.gate_up, a, buffers.hidden_stride, args.num_tokens,
-                  first_panel(layer.down, thread, num_threads), thread, num_threads, activation);
+    run_linear<F>(layer.gate_up, a, buffers.hidden_stride, batch.num_tokens,
+                  first_panel(layer.down, lane), lane, activation);
   }
 
   // The experts of rows that are normed and routed; `next` as in run_linear.
-  void mix(const Layer& layer, const char* next, Clock& clock) const {
-    const Mixture<F> mixture(model, *layer.experts, args.num_tokens, thread, num_threads);
+  void mix(const Layer& layer, const char* next) const {
+    const Mixture<F> mixture(model, *layer.experts, batch.num_tokens, lane);
     mixture.gather();
     pool_barrier(model.pool);
-    clock.lap(kRows);
 
     const bool has_shared = layer.down.data != nullptr;
     if (has_shared) gate_up(layer, buffers.normed);
@@ -167,12 +138,11 @@ struct Step {
       mixture.quantize();
       pool_barrier(model.pool);
     }
-    clock.lap(kGateUp);
 
     if (has_shared) {
       StoreEpilogue keep = {buffers.branch, c.hidden_size, c.hidden_size, layer.down.bias};
-      run_linear<F>(layer.down, buffers.activated, buffers.activated_stride, args.num_tokens,
-                    first_panel(layer.experts->down[0], thread, num_threads), thread, num_threads, keep);
+      run_linear<F>(layer.down, buffers.activated, buffers.activated_stride, batch.num_tokens,
+                    first_panel(layer.experts->down[0], lane), lane, keep);
     }
     mixture.down(next);
     pool_barrier(model.pool);
@@ -180,39 +150,37 @@ struct Step {
       const float* shared = has_shared ? buffers.branch + int64_t(row) * c.hidden_size : nullptr;
       mixture.join(row, shared, c.residual_scale, x(row));
     }
-    clock.lap(kDown);
   }
 
   void logits() const {
-    const Share share = share_of(args.num_outputs, thread, num_threads);
+    const Share share = share_of(batch.num_outputs, lane);
     for (int i = share.begin; i < share.end; ++i)
-      norm(model.final_norm, x(args.output_rows[i]),
+      norm(model.final_norm, x(batch.output_rows[i]),
            reinterpret_cast<E*>(buffers.output_rows + i * buffers.hidden_stride));
-    float* best = buffers.best_values + int64_t(thread) * args.num_outputs;
-    int32_t* ids = buffers.best_ids + int64_t(thread) * args.num_outputs;
-    for (int i = 0; i < args.num_outputs; ++i) best[i] = -__builtin_inff(), ids[i] = kEmptyRow;
+    float* best = buffers.best_values + int64_t(lane.thread) * batch.num_outputs;
+    int32_t* ids = buffers.best_ids + int64_t(lane.thread) * batch.num_outputs;
+    for (int i = 0; i < batch.num_outputs; ++i) best[i] = -__builtin_inff(), ids[i] = kEmptyRow;
     pool_barrier(model.pool);
     LogitsEpilogue epilogue = {c.logit_scale, c.logit_softcap, model.head.columns, model.head.bias,
-                               args.logit_slots, args.logits, best, ids};
-    run_linear<F>(model.head, buffers.output_rows, buffers.hidden_stride, args.num_outputs,
-               first_panel(model.layers[0].qkv, thread, num_threads), thread, num_threads, epilogue);
+                               batch.logit_slots, batch.logits, best, ids};
+    run_linear<F>(model.head, buffers.output_rows, buffers.hidden_stride, batch.num_outputs,
+               first_panel(model.layers[0].qkv, lane), lane, epilogue);
     pool_barrier(model.pool);
     // Threads hold ascending columns, so a strict comparison keeps the lowest id among equals.
     for (int i = share.begin; i < share.end; ++i) {
       int winner = 0;
       bool has_nan = buffers.best_ids[i] == kInvalidRow;
-      for (int t = 1; t < num_threads; ++t) {
-        has_nan |= buffers.best_ids[int64_t(t) * args.num_outputs + i] == kInvalidRow;
-        if (buffers.best_values[int64_t(t) * args.num_outputs + i] >
-            buffers.best_values[int64_t(winner) * args.num_outputs + i])
+      for (int t = 1; t < lane.num_threads; ++t) {
+        has_nan |= buffers.best_ids[int64_t(t) * batch.num_outputs + i] == kInvalidRow;
+        if (buffers.best_values[int64_t(t) * batch.num_outputs + i] >
+            buffers.best_values[int64_t(winner) * batch.num_outputs + i])
           winner = t;
       }
-      args.argmax[i] = has_nan ? int32_t(kInvalidRow) : buffers.best_ids[int64_t(winner) * args.num_outputs + i];
+      batch.argmax[i] = has_nan ? int32_t(kInvalidRow) : buffers.best_ids[int64_t(winner) * batch.num_outputs + i];
     }
   }
 
   void run() const {
-    Clock clock(args.profile, thread);
     Pool* pool = model.pool;
     embed();
     rotations();
@@ -224,62 +192,53 @@ struct Step {
       else
         norm_rows(layer.input);
       pool_barrier(pool);
-      clock.lap(kRows);
 
       StoreEpilogue keep = {buffers.qkv, layer.qkv.columns, layer.qkv.columns, layer.qkv.bias};
-      run_linear<F>(layer.qkv, buffers.normed, buffers.hidden_stride, args.num_tokens,
-                 first_panel(layer.out, thread, num_threads), thread, num_threads, keep);
+      run_linear<F>(layer.qkv, buffers.normed, buffers.hidden_stride, batch.num_tokens,
+                 first_panel(layer.out, lane), lane, keep);
       pool_barrier(pool);
-      clock.lap(kQkv);
 
       place(layer);
       pool_barrier(pool);
-      clock.lap(kPlace);
 
       attend(layer, l);
       pool_barrier(pool);
-      clock.lap(kAttend);
 
       project_back(layer.out, layer.post_attention, buffers.attended, buffers.attended_stride,
-                   first_panel(layer.gate_up, thread, num_threads));
+                   first_panel(layer.gate_up, lane));
       pool_barrier(pool);
-      clock.lap(kOut);
 
       if (!c.is_parallel) {
         join_branch(layer.post_attention);
         norm_rows(layer.mlp);
-        if (layer.experts) route_rows<F>(model, *layer.experts, rows.begin, rows.end);
+        if (layer.experts) route_rows<F>(model, *layer.experts, rows, lane);
         pool_barrier(pool);
-        clock.lap(kRows);
       }
 
       if (layer.experts) {
-        mix(layer, first_panel(after, thread, num_threads), clock);
+        mix(layer, first_panel(after, lane));
         continue;
       }
       gate_up(layer, c.is_parallel ? buffers.normed_mlp : buffers.normed);
       pool_barrier(pool);
-      clock.lap(kGateUp);
 
       project_back(layer.down, layer.post_mlp, buffers.activated, buffers.activated_stride,
-                   first_panel(after, thread, num_threads));
+                   first_panel(after, lane));
       pool_barrier(pool);
       join_branch(layer.post_mlp);
-      clock.lap(kDown);
     }
-    if (args.num_outputs > 0) {
+    if (batch.num_outputs > 0) {
       pool_barrier(pool);  // rows to sample may be joined by another thread
       logits();
     }
-    clock.lap(kHead);
   }
 };
 
-void step(const Model* model, const StepArgs* args, int thread, int num_threads) {
+void step(const Model* model, const Batch* batch, Lane lane) {
   if (model->config.format == kF32)
-    Step<F32Format>(*model, *args, thread, num_threads).run();
+    Step<F32Format>(*model, *batch, lane).run();
   else
-    Step<Bf16Format>(*model, *args, thread, num_threads).run();
+    Step<Bf16Format>(*model, *batch, lane).run();
 }
 
 // The common case: move the bits. A cache line of every row at a time, so that what is written stays in L1.
@@ -302,8 +261,8 @@ void pack_bits(const char* const* rows, int depth, int steps, char* out) {
   }
 }
 
-void pack(const Linear* linear, const PackArgs* args, int thread, int num_threads) {
-  const Share share = share_of(linear->panels, thread, num_threads);
+void pack(const Linear* linear, const PackArgs* args, Lane lane) {
+  const Share share = share_of(linear->panels, lane);
   if (linear->format == kInt8) return pack_int8(*linear, *args, share.begin, share.end);
   const bool to_bf16 = linear->format == kBf16;
   const int step = to_bf16 ? 2 : 1, steps = linear->depth / step;
@@ -337,8 +296,8 @@ void pack(const Linear* linear, const PackArgs* args, int thread, int num_thread
 
 // `qkv` was filled by the caller: rotate, write the cache, attend.
 template <class F>
-void attend_only(const Model& model, const StepArgs& args, int layer, int thread, int num_threads) {
-  const Step<F> step(model, args, thread, num_threads);
+void attend_only(const Model& model, const Batch& batch, int layer, const Lane& lane) {
+  const Step<F> step(model, batch, lane);
   step.rotations();
   pool_barrier(model.pool);
   step.place(model.layers[layer]);
@@ -346,22 +305,22 @@ void attend_only(const Model& model, const StepArgs& args, int layer, int thread
   step.attend(model.layers[layer], 0);
 }
 
-void attention(const Model* model, const StepArgs* args, int layer, int thread, int num_threads) {
+void attention(const Model* model, const Batch* batch, int layer, Lane lane) {
   if (model->config.format == kF32)
-    attend_only<F32Format>(*model, *args, layer, thread, num_threads);
+    attend_only<F32Format>(*model, *batch, layer, lane);
   else
-    attend_only<Bf16Format>(*model, *args, layer, thread, num_threads);
+    attend_only<Bf16Format>(*model, *batch, layer, lane);
 }
 
 // `a` is of `format`, which differs from the linear's only for int8.
 void linear(const Linear* linear, int format, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
-            int thread, int num_threads) {
+            Lane lane) {
   StoreEpilogue epilogue = {out, out_stride, linear->columns, linear->bias};
   const char* rows_of_a = static_cast<const char*>(a);
   if (format == kF32)
-    run_linear<F32Format>(*linear, rows_of_a, a_stride, rows, nullptr, thread, num_threads, epilogue);
+    run_linear<F32Format>(*linear, rows_of_a, a_stride, rows, nullptr, lane, epilogue);
   else
-    run_linear<Bf16Format>(*linear, rows_of_a, a_stride, rows, nullptr, thread, num_threads, epilogue);
+    run_linear<Bf16Format>(*linear, rows_of_a, a_stride, rows, nullptr, lane, epilogue);
 }
 
 void norm(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format, char* out,
@@ -385,10 +344,9 @@ void activation(int kind, const float* gate, const float* up, int count, float* 
 
 // ---- the two floors of a kernel: the bus and the arithmetic -----------------------------------------------------
 
-float read_memory(const char* data, int64_t bytes, int thread, int num_threads) {
-  const int64_t lines = bytes / 256;
-  const char* p = data + lines * thread / num_threads * 256;
-  const char* end = data + lines * (thread + 1) / num_threads * 256;
+float read_memory(const char* data, int64_t bytes, Lane lane) {
+  const Share lines = share_of(int(bytes / 256), lane);
+  const char *p = data + int64_t(lines.begin) * 256, *end = data + int64_t(lines.end) * 256;
   F16 sums[4] = {zero(), zero(), zero(), zero()};
   for (; p < end; p += 256)
     for (int i = 0; i < 4; ++i) sums[i] = sums[i] + load(reinterpret_cast<const float*>(p + i * 64));
@@ -399,7 +357,7 @@ float read_memory(const char* data, int64_t bytes, int thread, int num_threads) 
 template <class F>
 int64_t multiply_add_of(int repeats) {
   constexpr int kSteps = 64, kStride = kSteps * 4 + 64;
-  alignas(64) static thread_local char weights[kSteps * kPanel * 4], rows[kMaxRows * kStride];
+  alignas(64) char weights[kSteps * kPanel * 4] = {}, rows[kMaxRows * kStride] = {};
   alignas(64) float sums[kMaxRows * kPanel];
   for (int i = 0; i < repeats; ++i) {
     compute_rows<F>(kMaxRows, rows, kStride, weights, kSteps, {weights, 0, false, nullptr}, sums);
@@ -420,8 +378,8 @@ int64_t multiply_add(int format, int repeats, int has_vnni) {
 #define AIOCB_STRING_(name) #name
 #define AIOCB_STRING(name) AIOCB_STRING_(name)
 extern const Level level;
-const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, norm, activation, select,
-                     read_memory, multiply_add, paged_write, paged_attend, linear_rows};
+const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, linear_scratch, norm, activation,
+                     select, read_memory, multiply_add, paged_write, paged_attend, linear_rows};
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb

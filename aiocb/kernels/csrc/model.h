@@ -16,9 +16,22 @@ constexpr int kInt8Group = 32;    // elements along k that share a scale
 constexpr int kInt8OwnRows = 4;   // up to so many rows, every thread quantises for itself
 constexpr int kRowPad = 64;       // bytes added to an activation row, so that rows do not share cache sets
 
+// Numbers that Python shares: layout.cpp.
 enum Format : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2 };
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, kRelu2 = 4 };
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kFullWidth = 2 };
+// From kExpertSlot on: gate_up and down of each expert in turn.
+enum LinearSlot : int32_t { kQkvSlot, kOutSlot, kGateUpSlot, kDownSlot, kHeadSlot, kRouterSlot, kExpertSlot };
+enum VectorSlot : int32_t {
+  kInputSlot, kInputBiasSlot, kPostAttentionSlot, kPostAttentionBiasSlot, kMlpSlot, kMlpBiasSlot, kPostMlpSlot,
+  kPostMlpBiasSlot, kQSlot, kKSlot, kSinksSlot, kFinalSlot, kFinalBiasSlot
+};
+
+// One thread of a parallel region.
+struct Lane {
+  int32_t thread, num_threads;
+  char* scratch;      // its own, kept from region to region
+};
 
 // Packed weights: [panels][k steps][64 columns] of four bytes (two bf16 or one float along k).
 struct Linear {
@@ -61,8 +74,7 @@ struct Layer {
 struct Config {
   int32_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size;
   int32_t format;     // of weights, activations and cache: kF32 or kBf16
-  int32_t activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, is_interleaved, num_groups, num_ropes;
-  int32_t embedding_format;
+  int32_t activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, num_groups, num_ropes;
   int32_t num_experts, num_chosen, expert_size;  // of each mixture; experts of a row; intermediate size of one expert
   int32_t is_renormalised;                       // weights of the chosen experts add up to one
   float norm_eps, embedding_scale, residual_scale, logit_scale, attention_softcap, logit_softcap;
@@ -79,18 +91,22 @@ struct Rope {
   float scaling;
 };
 
+// A step across the C interface. A sequence is a row: its block tables, one per group, stay in the library from step to
+// step, and a step says what changed: table = table[:block_start] + new blocks.
 struct StepArgs {
-  int32_t num_tokens, num_sequences, num_outputs, reserved;
+  int32_t num_tokens, num_sequences, num_outputs;
+  int32_t num_new_blocks;         // of each group: the sum of `block_counts`
   const int32_t* token_ids;       // [T]
+  const int32_t* rows;            // [R] each once
   const int32_t* starts;          // [R] position of the first new token
   const int32_t* lengths;         // [R] new tokens
-  const int32_t* const* tables;   // by group: the block tables of all sequences, one after another
-  const int32_t* const* table_offsets;  // by group: [R + 1] where each sequence's table begins
+  const int32_t* block_starts;    // [R] where the new blocks go in the row's tables, at most their length
+  const int32_t* block_counts;    // [R]
+  const int32_t* new_blocks;      // [groups][num_new_blocks]
   const int32_t* output_rows;     // [outputs] rows of the packed tokens
   const int32_t* logit_slots;     // [outputs] row of `logits` to write, -1: none
   float* logits;                  // [slots][V]
   int32_t* argmax;                // [outputs], or SelectFailure
-  double* profile;                // seconds by stage, or null
 };
 
 // One unit of attention work: tokens [first_token, first_token + num_tokens) of a sequence, heads [first_head, last_head).
@@ -98,16 +114,23 @@ struct AttentionItem {
   int32_t sequence, first_token, num_tokens, first_row, first_head, last_head;
 };
 
+// A step as the kernels see it.
+struct Batch {
+  int32_t num_tokens, num_sequences, num_outputs, num_items;
+  const int32_t *token_ids, *starts, *lengths;  // as in StepArgs
+  const int32_t* positions;                     // [T]
+  const int32_t* const* tables;                 // [groups][R] block of each page, from position 0 on
+  const AttentionItem* items;
+  const int32_t *output_rows, *logit_slots;
+  float* logits;
+  int32_t* argmax;
+};
+
 struct Buffers {
   float *x, *branch, *qkv, *cosine, *sine;
   char *normed, *normed_mlp, *queries, *attended, *activated, *output_rows;
-  AttentionItem* items;
-  int32_t num_items;
-  char* scratch;                  // per thread
-  int64_t scratch_bytes;
   float* best_values;             // [threads][outputs]
   int32_t* best_ids;
-  int32_t* row_positions;         // [T]
   float *router_scores, *expert_weights, *expert_results;  // see experts.h
   int32_t *chosen_experts, *expert_places;
   char *expert_rows, *expert_activated;
@@ -174,29 +197,28 @@ struct PagedModel {
   Model model;
   Layer layer;
   Group group;
-  StepArgs args;
-  const int32_t* tables[1];
-  const int32_t* offsets[1];
+  Batch batch;
 };
 
-// What one instruction-set level offers; `run` is called by every thread of the pool.
+// What one instruction-set level offers; what takes a lane is called by every thread of the pool.
 struct Level {
   const char* name;
-  void (*step)(const Model* model, const StepArgs* args, int thread, int num_threads);
-  void (*attention)(const Model* model, const StepArgs* args, int layer, int thread, int num_threads);
-  void (*pack)(const Linear* linear, const PackArgs* args, int thread, int num_threads);
+  void (*step)(const Model* model, const Batch* batch, Lane lane);
+  void (*attention)(const Model* model, const Batch* batch, int layer, Lane lane);
+  void (*pack)(const Linear* linear, const PackArgs* args, Lane lane);
   void (*linear)(const Linear* linear, int format, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
-                 int thread, int num_threads);
+                 Lane lane);
+  int64_t (*linear_scratch)(int format, int depth, int rows);  // bytes that a lane needs for it
   void (*norm)(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format,
                char* out, int64_t out_stride);
   void (*activation)(int kind, const float* gate, const float* up, int count, float* out);
-  void (*select)(const SelectArgs* args, int thread, int num_threads);
-  float (*read_memory)(const char* data, int64_t bytes, int thread, int num_threads);
+  void (*select)(const SelectArgs* args, Pool* pool, Lane lane);
+  float (*read_memory)(const char* data, int64_t bytes, Lane lane);
   int64_t (*multiply_add)(int format, int repeats, int has_vnni);
-  void (*paged_write)(const PagedCall* call, int thread, int num_threads);
-  void (*paged_attend)(const PagedModel* model, int thread, int num_threads);
+  void (*paged_write)(const PagedCall* call, Lane lane);
+  void (*paged_attend)(const PagedModel* model, Lane lane);
   void (*linear_rows)(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,
-                      int thread, int num_threads);
+                      Lane lane);
 };
 
 }  // namespace aiocb

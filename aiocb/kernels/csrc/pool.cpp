@@ -1,16 +1,19 @@
 #include "pool.h"
 
-#include <time.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
+
+#include "failure.h"
 #if defined(__linux__)
-#include <pthread.h>
 #include <sched.h>
 #endif
 #if defined(__x86_64__)
@@ -67,13 +70,22 @@ void bind_to_core(int core) {
 #endif
 }
 
-}  // namespace
+// A forked child has the caller's thread and no other. It counts here, and remembers which thread went on.
+std::atomic<uint32_t> num_forks{0};
+std::atomic<pthread_t> survivor{};
 
-struct alignas(64) Pool {
-  int num_threads = 1;
+void watch_forks() {
+  static const int failed = pthread_atfork(nullptr, nullptr, [] {
+    survivor.store(pthread_self());
+    num_forks.fetch_add(1);
+  });
+  if (failed) throw Failure(kNoMemory, "forks cannot be watched (errno %ld)", failed);
+}
+
+// Threads of our own and how they meet. In a forked child it is made anew in the same place, without a destructor: the
+// threads of the old one do not exist there, and its locks may be held for ever.
+struct Crew {
   std::vector<std::thread> threads;
-  std::vector<int32_t> cores;
-  bool is_caller_bound = false;
   Region region = nullptr;
   void* context = nullptr;
   std::mutex mutex;
@@ -86,14 +98,19 @@ struct alignas(64) Pool {
   std::atomic<int> sleepers{0};
   std::mutex barrier_mutex;
   std::condition_variable barrier_wake;
+};
+
+}  // namespace
+
+struct alignas(64) Pool {
+  int num_threads = 1;
+  std::vector<int32_t> cores;
+  bool is_caller_bound = false;
+  Team team = {};
+  uint32_t process = 0;  // that the crew's threads live in, 0: there are none
   std::unique_ptr<std::atomic<int>[]> counters;
   int capacity = 0;
-  Team team = {};
-
-  void run_in_team() {
-    FlushDenormals flush;
-    region(context, team.thread(), team.size());
-  }
+  Crew crew;
 
   void work(int thread) {
     if (!cores.empty()) bind_to_core(cores[size_t(thread)]);
@@ -101,21 +118,21 @@ struct alignas(64) Pool {
     for (;;) {
       const double deadline = pool_now() + kSpinSeconds;
       int round = 0;
-      while (epoch.load(std::memory_order_acquire) == seen) {
+      while (crew.epoch.load(std::memory_order_acquire) == seen) {
         relax();
         if ((++round & 63) == 0 && pool_now() > deadline) break;
       }
-      if (epoch.load(std::memory_order_acquire) == seen) {
-        std::unique_lock<std::mutex> lock(mutex);
-        ++parked;
-        wake.wait(lock, [&] { return epoch.load(std::memory_order_acquire) != seen; });
-        --parked;
+      if (crew.epoch.load(std::memory_order_acquire) == seen) {
+        std::unique_lock<std::mutex> lock(crew.mutex);
+        ++crew.parked;
+        crew.wake.wait(lock, [&] { return crew.epoch.load(std::memory_order_acquire) != seen; });
+        --crew.parked;
       }
-      seen = epoch.load(std::memory_order_acquire);
-      if (is_closing) return;
+      seen = crew.epoch.load(std::memory_order_acquire);
+      if (crew.is_closing) return;
       {
         FlushDenormals flush;
-        region(context, thread, num_threads);
+        crew.region(crew.context, thread, num_threads);
       }
       pool_barrier(this);
     }
@@ -124,50 +141,84 @@ struct alignas(64) Pool {
   void start_epoch() {
     bool has_parked;
     {
-      std::lock_guard<std::mutex> lock(mutex);
-      epoch.fetch_add(1, std::memory_order_release);
-      has_parked = parked > 0;
+      std::lock_guard<std::mutex> lock(crew.mutex);
+      crew.epoch.fetch_add(1, std::memory_order_release);
+      has_parked = crew.parked > 0;
     }
-    if (has_parked) wake.notify_all();
+    if (has_parked) crew.wake.notify_all();
+  }
+
+  // All threads or none.
+  void start() {
+    new (&crew) Crew;
+    process = pool_process();
+    is_caller_bound = false;
+    if (team.parallel) return;
+    try {
+      crew.threads.reserve(size_t(num_threads - 1));
+      for (int t = 1; t < num_threads; ++t) crew.threads.emplace_back([this, t] { work(t); });
+    } catch (const std::system_error& error) {
+      const long started = long(crew.threads.size());
+      stop();
+      throw Failure(kNoThread, "thread %ld of %ld cannot be started (errno %ld)", started + 2, num_threads,
+                    error.code().value());
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+
+  void stop() {
+    if (process != pool_process()) new (&crew) Crew;  // nobody to wait for
+    crew.is_closing = true;
+    start_epoch();
+    for (std::thread& thread : crew.threads) thread.join();
+    crew.threads.clear();
+    process = 0;
   }
 };
 
-Pool* pool_create(int num_threads, const int32_t* cores) {
-  Pool* pool = new Pool;
+Pool* pool_create(int num_threads, const int32_t* cores, const Team* team) {
+  watch_forks();
+  std::unique_ptr<Pool> pool(new Pool);
   pool->num_threads = num_threads < 1 ? 1 : num_threads;
   if (cores) pool->cores.assign(cores, cores + pool->num_threads);
-  for (int t = 1; t < pool->num_threads; ++t) pool->threads.emplace_back([pool, t] { pool->work(t); });
-  return pool;
-}
-
-Pool* pool_create_team(int num_threads, const Team* team) {
-  Pool* pool = new Pool;
-  pool->num_threads = num_threads < 1 ? 1 : num_threads;
-  pool->team = *team;
-  return pool;
+  if (team) pool->team = *team;
+  pool->start();
+  return pool.release();
 }
 
 void pool_destroy(Pool* pool) {
-  pool->is_closing = true;
-  pool->start_epoch();
-  for (std::thread& thread : pool->threads) thread.join();
+  pool->stop();
   delete pool;
 }
 
 int pool_size(const Pool* pool) { return pool->num_threads; }
 
+uint32_t pool_process() { return num_forks.load(std::memory_order_relaxed) + 1; }
+
+void pool_revive(Pool* pool) {
+  if (pool->process != pool_process()) pool->start();
+}
+
 void pool_run(Pool* pool, Region region, void* context) {
+  pool_revive(pool);
   if (!pool->cores.empty() && !pool->is_caller_bound) {
     bind_to_core(pool->cores[0]);
     pool->is_caller_bound = true;
   }
   FlushDenormals flush;
-  if (pool->num_threads == 1) return region(context, 0, 1);
-  pool->region = region;
-  pool->context = context;
+  // GNU's runtime would wait for ever for the dead threads of the one that a fork left over; others get new ones from it.
+  const bool is_lost = pool->team.parallel && pool_process() > 1 && pthread_equal(survivor.load(), pthread_self());
+  if (pool->num_threads == 1 || is_lost) return region(context, 0, 1);
+  pool->crew.region = region;
+  pool->crew.context = context;
   if (pool->team.parallel)
-    return pool->team.parallel([](void* opaque) { static_cast<Pool*>(opaque)->run_in_team(); }, pool,
-                               unsigned(pool->num_threads), 0);
+    return pool->team.parallel([](void* opaque) {
+      FlushDenormals flush;
+      const Pool* p = static_cast<Pool*>(opaque);
+      p->crew.region(p->crew.context, p->team.thread(), p->team.size());
+    }, pool, unsigned(pool->num_threads), 0);
   pool->start_epoch();
   region(context, 0, pool->num_threads);
   pool_barrier(pool);
@@ -175,21 +226,22 @@ void pool_run(Pool* pool, Region region, void* context) {
 
 void pool_barrier(Pool* pool) {
   if (pool->num_threads == 1) return;
-  const uint32_t generation = pool->generation.load(std::memory_order_acquire);
-  if (pool->arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == pool->num_threads) {
-    pool->arrived.store(0, std::memory_order_relaxed);
+  Crew& crew = pool->crew;
+  const uint32_t generation = crew.generation.load(std::memory_order_acquire);
+  if (crew.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == pool->num_threads) {
+    crew.arrived.store(0, std::memory_order_relaxed);
     // Sequentially consistent with the sleeper's increment: either we see it, or it sees the new generation.
-    pool->generation.store(generation + 1, std::memory_order_seq_cst);
-    if (pool->sleepers.load(std::memory_order_seq_cst) > 0) {
-      std::lock_guard<std::mutex> lock(pool->barrier_mutex);
-      pool->barrier_wake.notify_all();
+    crew.generation.store(generation + 1, std::memory_order_seq_cst);
+    if (crew.sleepers.load(std::memory_order_seq_cst) > 0) {
+      std::lock_guard<std::mutex> lock(crew.barrier_mutex);
+      crew.barrier_wake.notify_all();
     }
     return;
   }
-  auto is_passed = [&] { return pool->generation.load(std::memory_order_seq_cst) != generation; };
+  auto is_passed = [&] { return crew.generation.load(std::memory_order_seq_cst) != generation; };
   double deadline = 0.0;
   for (int round = 1;; ++round) {
-    if (pool->generation.load(std::memory_order_acquire) != generation) return;
+    if (crew.generation.load(std::memory_order_acquire) != generation) return;
     relax();
     if (round % 256 == 0) {
       const double now = pool_now();
@@ -197,10 +249,10 @@ void pool_barrier(Pool* pool) {
       else if (now > deadline) break;
     }
   }
-  std::unique_lock<std::mutex> lock(pool->barrier_mutex);
-  pool->sleepers.fetch_add(1, std::memory_order_seq_cst);
-  pool->barrier_wake.wait(lock, is_passed);
-  pool->sleepers.fetch_sub(1, std::memory_order_relaxed);
+  std::unique_lock<std::mutex> lock(crew.barrier_mutex);
+  crew.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  crew.barrier_wake.wait(lock, is_passed);
+  crew.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void pool_reset_counters(Pool* pool, int count) {
@@ -213,16 +265,6 @@ void pool_reset_counters(Pool* pool, int count) {
 
 int pool_next(Pool* pool, int counter) {
   return pool->counters[size_t(counter)].fetch_add(1, std::memory_order_relaxed);
-}
-
-double pool_thread_seconds() {
-#if defined(CLOCK_THREAD_CPUTIME_ID)
-  timespec time;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return double(time.tv_sec) + 1e-9 * double(time.tv_nsec);
-#else
-  return pool_now();
-#endif
 }
 
 double pool_now() {

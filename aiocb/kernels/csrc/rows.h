@@ -53,7 +53,7 @@ AIOCB_INLINE void norm_row(const Norm& norm, bool is_layer_norm, float eps, cons
 AIOCB_INLINE void embed_row(const Model& model, int token, float* x) {
   const Config& c = model.config;
   const F16 scale = set1(c.embedding_scale);
-  if (c.embedding_format == kBf16) {
+  if (c.format == kBf16) {
     const uint16_t* row = reinterpret_cast<const uint16_t*>(model.embedding) + int64_t(token) * c.hidden_size;
     int i = 0;
     for (; i + 16 <= c.hidden_size; i += 16) store(x + i, load(row + i) * scale);
@@ -67,14 +67,6 @@ AIOCB_INLINE void embed_row(const Model& model, int token, float* x) {
 
 AIOCB_INLINE void rotate_head(const Config& c, const float* cosine, const float* sine, float* x) {
   const int half = c.rotary_dim / 2;
-  if (c.is_interleaved) {
-    for (int i = 0; i < half; ++i) {
-      float a = x[2 * i], b = x[2 * i + 1];
-      x[2 * i] = a * cosine[i] - b * sine[i];
-      x[2 * i + 1] = b * cosine[i] + a * sine[i];
-    }
-    return;
-  }
   int i = 0;
   for (; i + 16 <= half; i += 16) {
     F16 a = load(x + i), b = load(x + half + i), co = load(cosine + i), si = load(sine + i);

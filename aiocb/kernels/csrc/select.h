@@ -12,6 +12,7 @@
 #pragma once
 #include <math.h>
 
+#include "model.h"
 #include "pool.h"
 #include "selection.h"
 #include "vec.h"
@@ -456,14 +457,14 @@ void log_probabilities(const SelectArgs& a, int64_t row, const float* x, const S
     put_top(a, row, found, id_of(keys[found]), double(value_of(keys[found])));
 }
 
-void select(const SelectArgs* args, int thread, int num_threads) {
+void select(const SelectArgs* args, Pool* pool, Lane lane) {
   const SelectArgs& a = *args;
-  const Scratch scratch(a.scratch + thread * a.scratch_bytes, (a.vocab + 15) / 16 * 16);
+  const Scratch scratch(lane.scratch, (a.vocab + 15) / 16 * 16);
 #if defined(__x86_64__)
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(saved & ~0x8040u);  // steps flush denormals; here a denormal logit is not equal to zero
 #endif
-  for (int n; (n = pool_next(a.pool, 0)) < a.num_rows;) {
+  for (int n; (n = pool_next(pool, 0)) < a.num_rows;) {
     if (a.kinds[n] == kSkip) continue;
     const float* x = a.logits + (a.rows ? a.rows[n] : int64_t(n)) * a.stride;
     if (a.mode == kChoose) a.ids[n] = choose(a, n, x, scratch);

@@ -4,8 +4,6 @@
 
 namespace aiocb {
 
-struct Pool;
-
 enum SelectKind : int32_t { kSkip = -1, kArgmax = 0, kWhole = 1, kTruncated = 2 };
 enum SelectMode : int32_t { kChoose = 0, kLogProbabilities = 1 };
 enum SelectFailure : int64_t { kInvalidRow = -1, kEmptyRow = -2 };  // NaN; nothing but -inf
@@ -31,10 +29,6 @@ struct SelectArgs {
   int64_t* ranks;                 // 1-based; 0 for a row with NaN
   double* top_values;
   int64_t* top_ids;
-  // Set by the library.
-  Pool* pool;
-  char* scratch;
-  int64_t scratch_bytes;          // per thread
 };
 
 // Two lists of keys, weights, a copy of the row, sums of blocks, maxima of groups.

@@ -211,10 +211,11 @@ AIOCB_INLINE void store(uint16_t* p, F16 a) {
 
 #endif
 
-// Cephes' polynomial; relative error about 1e-7, exactly 0 below -87.3 (so a masked key adds exactly nothing).
+// Cephes' polynomial; relative error about 1e-7, exactly 0 below -87.3 (so a masked key adds exactly nothing). NaN stays:
+// where one of two is NaN, `max` and `min` return the second.
 AIOCB_INLINE F16 exp(F16 x) {
   F16 lowest = set1(-87.3f);
-  F16 clamped = min(max(x, lowest), set1(88.0f));
+  F16 clamped = min(set1(88.0f), max(lowest, x));
   F16 n = round_to_int(clamped * set1(1.44269504088896341f));
   F16 r = fma(n, set1(-0.693359375f), clamped);
   r = fma(n, set1(2.12194440e-4f), r);
@@ -261,13 +262,11 @@ struct F32Format {
   static AIOCB_INLINE B load_half(const char* p, int) { return load(reinterpret_cast<const float*>(p)); }
   static AIOCB_INLINE A broadcast_half(const char* p, int) { return set1(*reinterpret_cast<const float*>(p)); }
   static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a, b, acc); }
-  static AIOCB_INLINE float to_element(float x) { return x; }
 };
 
 struct Bf16Format {
   typedef uint16_t Element;
   static constexpr int kStep = 2;
-  static AIOCB_INLINE uint16_t to_element(float x) { return float_to_bf16(x); }
 #if defined(__AVX512BF16__)
   typedef uint16_t Wide;
   static constexpr int kHalves = 1;

@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from aiocb.kernels import KernelError
 from aiocb.kernels.generic import GenericKernels
-from aiocb.kernels.library import FORMATS, KernelError
+from aiocb.kernels.interface import FORMATS
 
 __all__ = ["PackedLinears", "packed_bytes", "packed_share"]
 

@@ -11,12 +11,11 @@ Shape legend: T tokens, K depth of a weight.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiocb.kernels import NativeModel
-from aiocb.kernels.library import StepArguments
+from aiocb.kernels.interface import StepArguments
 from aiocb.step import CacheLayout
 
 if TYPE_CHECKING:
@@ -95,20 +94,12 @@ def widths_of(*weights: Tensor) -> npt.NDArray[np.float32]:
 
 def _run(native: NativeModel, tokens: list[int], layout: CacheLayout) -> None:
     count = len(tokens)
-    ids, starts, lengths = array("i", tokens), array("i", (0,)), array("i", (count,))
-    rows, chosen = array("i", range(count)), array("i", bytes(4 * count))
     blocks = -(-count // layout.page_size)
-    table, offsets = array("i", range(1, blocks + 1)), array("i", (0, blocks))
-    pointers = ctypes.c_void_p * len(layout.groups)
-    groups = len(layout.groups)
-    native.step(
-        StepArguments(
-            num_tokens=count, num_sequences=1, num_outputs=count, token_ids=_address(ids), starts=_address(starts),
-            lengths=_address(lengths), tables=pointers(*[_address(table)] * groups),
-            table_offsets=pointers(*[_address(offsets)] * groups), output_rows=_address(rows), argmax=_address(chosen),
-        )
-    )  # fmt: skip
-
-
-def _address(values: array[int]) -> int:
-    return values.buffer_info()[0]
+    arrays = {
+        "token_ids": array("i", tokens), "rows": array("i", (0,)), "starts": array("i", (0,)),
+        "lengths": array("i", (count,)), "block_starts": array("i", (0,)), "block_counts": array("i", (blocks,)),
+        "new_blocks": array("i", range(1, blocks + 1)) * len(layout.groups), "output_rows": array("i", range(count)),
+        "argmax": array("i", bytes(4 * count)),
+    }  # fmt: skip
+    addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
+    native.step(StepArguments(num_tokens=count, num_sequences=1, num_outputs=count, num_new_blocks=blocks, **addresses))

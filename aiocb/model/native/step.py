@@ -1,15 +1,16 @@
 """A step's plan as the flat arrays of the C interface. Worker thread only.
 
-Shape legend: T tokens of the step, R requests, O rows of outputs, N rows with logits, V vocabulary.
+Shape legend: T tokens of the step, R requests, G cache groups, B new blocks, O rows of outputs, N rows with logits, V
+vocabulary.
 """
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Sequence, Set
 
-from aiocb.kernels.library import StepArguments
+from aiocb.kernels import KernelError
+from aiocb.kernels.interface import StepArguments
 from aiocb.records import Record
 from aiocb.step import StepEntry
 
@@ -17,7 +18,7 @@ __all__ = ["NativeStep"]
 
 
 class NativeStep:
-    """A plan as flat arrays; alive as long as the call.
+    """A plan as flat arrays; alive as long as the call. Every step brings whole block tables, for rows in plan order.
 
     Attributes:
         num_outputs: rows that the output matrix is applied to, O.
@@ -35,7 +36,7 @@ class NativeStep:
         """
         ids, starts, lengths, rows, slots = array("i"), array("i"), array("i"), array("i"), array("i")
         tables = [array("i") for _ in range(num_groups)]
-        offsets = [array("i", (0,)) for _ in range(num_groups)]
+        counts = array("i")
         row = slot = 0
         for position, (entry, record) in enumerate(zip(entries, records, strict=True)):
             start, count, wanted = entry.num_computed_tokens, entry.num_new_tokens, entry.num_logits
@@ -54,36 +55,34 @@ class NativeStep:
                 is_written = position in with_logits
                 slots.extend(range(slot, slot + wanted) if is_written else [-1] * wanted)
                 slot += wanted if is_written else 0
-            for table, offset, blocks in zip(tables, offsets, record.tables, strict=True):
+            counts.append(len(record.tables[0]))
+            for table, blocks in zip(tables, record.tables, strict=True):
                 table.extend(blocks)
-                offset.append(len(table))
         self.num_outputs = len(rows)
         self.num_logits = slot
         self.argmax = array("i", bytes(4 * len(rows)))
-        self._arrays = (ids, starts, lengths, rows)
-        self._tables = tables
-        self._offsets = offsets
+        self._num_blocks = len(tables[0])
+        new_blocks = array("i")
+        for table in tables:
+            new_blocks += table  # [G, B]
+        if len(new_blocks) != num_groups * self._num_blocks:
+            raise KernelError("a request's block tables are of different lengths")
+        requests = array("i", range(len(starts)))
+        self._arrays: dict[str, array[int]] = {
+            "token_ids": ids, "rows": requests, "starts": starts, "lengths": lengths, "block_counts": counts,
+            "block_starts": array("i", bytes(4 * len(starts))), "new_blocks": new_blocks, "output_rows": rows,
+            "argmax": self.argmax,
+        }  # fmt: skip
         self._slots = slots
 
     def arguments(self, logits: int | None) -> StepArguments:
         """Return the C structure; `logits` is the address of [N, V] floats, or None for the argmax only."""
-        ids, starts, lengths, rows = self._arrays
-        pointers = ctypes.c_void_p * max(1, len(self._tables))
+        arrays = self._arrays if logits is None else self._arrays | {"logit_slots": self._slots}
         return StepArguments(
-            num_tokens=len(ids),
-            num_sequences=len(starts),
+            num_tokens=len(arrays["token_ids"]),
+            num_sequences=len(arrays["starts"]),
             num_outputs=self.num_outputs,
-            token_ids=_address(ids),
-            starts=_address(starts),
-            lengths=_address(lengths),
-            tables=pointers(*map(_address, self._tables)),
-            table_offsets=pointers(*map(_address, self._offsets)),
-            output_rows=_address(rows),
-            logit_slots=_address(self._slots) if logits is not None else None,
+            num_new_blocks=self._num_blocks,
             logits=logits,
-            argmax=_address(self.argmax),
+            **{name: values.buffer_info()[0] for name, values in arrays.items()},
         )
-
-
-def _address(values: array[int]) -> int:
-    return values.buffer_info()[0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.library import ACTIVATIONS, FORMATS, ModelConfig
+from aiocb.kernels.interface import ACTIVATIONS, FORMATS, ModelConfig
 from aiocb.model.native.families import Experts, ModelDescription, Projection
 from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
 from aiocb.step import CacheLayout
@@ -68,8 +68,8 @@ def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
         num_experts=len(experts.router) if experts else 0, num_chosen=experts.num_chosen if experts else 0,
         expert_size=experts.down.shape[2] if experts else 0, is_renormalised=bool(experts and experts.is_renormalised),
         activation=ACTIVATIONS[d.activation], is_gated=is_gated, is_layer_norm=d.is_layer_norm,
-        qk_norm=d.qk_norm, is_parallel=d.is_parallel, rotary_dim=d.rotary_dim, is_interleaved=0,
-        num_groups=len(layout.groups), num_ropes=len(d.ropes), embedding_format=weight_format, norm_eps=d.norm_eps,
+        qk_norm=d.qk_norm, is_parallel=d.is_parallel, rotary_dim=d.rotary_dim,
+        num_groups=len(layout.groups), num_ropes=len(d.ropes), norm_eps=d.norm_eps,
         embedding_scale=d.embedding_scale, residual_scale=d.residual_scale, logit_scale=d.logit_scale,
         attention_softcap=d.attention_softcap, logit_softcap=d.logit_softcap,
     )  # fmt: skip

@@ -1,0 +1,117 @@
+#include "executor.h"
+
+#include <cstring>
+#include <exception>
+#include <new>
+
+#include "dispatch.h"
+
+namespace aiocb {
+
+int explain(char* error) {
+  try {
+    throw;
+  } catch (const Failure& failure) {
+    std::snprintf(error, kErrorBytes, "%s", failure.text);
+    return failure.code;
+  } catch (const std::bad_alloc&) {
+    std::snprintf(error, kErrorBytes, "no memory for the library's own tables");
+    return kNoMemory;
+  } catch (const std::exception& other) {
+    std::snprintf(error, kErrorBytes, "%s", other.what());
+  } catch (...) {
+    std::snprintf(error, kErrorBytes, "unknown");
+  }
+  return kInternal;
+}
+
+Executor::Executor(const char* name, int num_threads, const int32_t* cores, const Team* team)
+    : level(find_level(name)), pool_(pool_create(num_threads, cores, team), pool_destroy) {
+  if (!level) throw Failure(kBadShape, "this processor does not run that instruction-set level");
+  scratch_.resize(size_t(pool_size(pool())), nullptr);
+}
+
+void Executor::reserve_scratch(int64_t bytes) {
+  if (bytes <= scratch_bytes_) return;
+  scratch_bytes_ = 0;
+  scratch_memory_.clear();
+  for (char*& scratch : scratch_) scratch = scratch_memory_.take(bytes);
+  scratch_bytes_ = bytes;
+}
+
+// Sums, states and positions of an item's rows, and its queries where they are widened: see run_attention.
+static int64_t attention_scratch(const Config& shape) {
+  const int group = shape.num_heads / shape.num_kv_heads;
+  return int64_t(group > kItemRows ? group : kItemRows) * (shape.head_dim * 8 + 16);
+}
+
+void Executor::plan_attention(const Config& shape, Batch* batch) {
+  const int group = shape.num_heads / shape.num_kv_heads, tile = kItemRows / group > 1 ? kItemRows / group : 1;
+  const int32_t* lengths = batch->lengths;
+  reserve_scratch(attention_scratch(shape));
+  items_.clear();
+  int decoding = 0, row = 0;
+  for (int s = 0; s < batch->num_sequences; ++s) decoding += lengths[s] == 1;
+  // Long work first: whoever finishes early then takes the small rest.
+  for (int s = 0; s < batch->num_sequences; row += lengths[s++]) {
+    if (lengths[s] == 1) continue;
+    const int tiles = (lengths[s] + tile - 1) / tile;
+    for (int head = 0; head < shape.num_kv_heads; ++head)
+      for (int t = tiles - 1; t >= 0; --t) {
+        const int first = t * tile, count = lengths[s] - first < tile ? lengths[s] - first : tile;
+        items_.push_back({s, first, count, row, head, head + 1});
+      }
+  }
+  // One item is a sequence with all its heads (one run through its pages), unless that leaves threads without work.
+  const int heads = decoding >= 4 * num_threads() ? shape.num_kv_heads : 1;
+  row = 0;
+  for (int s = 0; s < batch->num_sequences; row += lengths[s++]) {
+    if (lengths[s] != 1) continue;
+    for (int head = 0; head < shape.num_kv_heads; head += heads) items_.push_back({s, 0, 1, row, head, head + heads});
+  }
+  batch->items = items_.data();
+  batch->num_items = int(items_.size());
+}
+
+Linear Executor::make_linear(int format, int columns, int depth, bool has_bias) {
+  const int step = format == kBf16 ? 2 : 1, groups = (depth + kInt8Group - 1) / kInt8Group;
+  Linear linear = {};
+  linear.format = format;
+  linear.columns = columns;
+  linear.depth = (depth + step - 1) / step * step;
+  linear.panels = (columns + kPanel - 1) / kPanel;
+  linear.panel_bytes = format == kInt8 ? int64_t(groups) * kPanel * (kInt8Group + 2)
+                                       : int64_t(linear.depth / step) * kPanel * 4;
+  if (has_bias) linear.bias = memory.take<float>(int64_t(linear.panels) * kPanel);
+  linear.data = memory.take(linear.panels * linear.panel_bytes);
+  return linear;
+}
+
+void Executor::fill_linear(const Linear& linear, const char* const* rows, PackArgs args, const float* bias) {
+  std::vector<const char*> padded(size_t(linear.panels) * kPanel, nullptr);
+  std::memcpy(padded.data(), rows, size_t(linear.columns) * sizeof(char*));
+  args.rows = padded.data();
+  parallel([&](Lane lane) { level->pack(&linear, &args, lane); });
+  if (bias) std::memcpy(linear.bias, bias, size_t(linear.columns) * 4);
+}
+
+int Executor::enter() {
+  const uint32_t process = pool_process();
+  uint32_t user = 0;
+  if (user_.compare_exchange_strong(user, process, std::memory_order_acquire)) return kOk;
+  return user == process ? kBusy : kForked;
+}
+
+}  // namespace aiocb
+
+using namespace aiocb;
+
+AIOCB_API const char* aiocb_error(const Executor* executor) { return executor->error; }
+AIOCB_API const char* aiocb_handle_level(const Executor* executor) { return executor->level->name; }
+
+// Refused while a call is going on. What a fork cut off in the middle of a call is left as it is.
+AIOCB_API int aiocb_destroy(Executor* executor) {
+  const int code = executor->enter();
+  if (code == kOk) delete executor;
+  return code == kBusy ? kBusy : kOk;
+}

@@ -1,0 +1,68 @@
+// What Python mirrors, by name: it compares all of it before it calls anything else, and refuses a library that differs.
+#include <cstddef>
+
+#include "executor.h"
+#include "selection.h"
+
+namespace {
+
+using namespace aiocb;
+
+struct Entry {
+  const char* name;
+  int64_t value;
+};
+
+// EACH(F, T, a, b, ...) is F(T, a) F(T, b) ...
+#define EXPAND(...) EXPAND3(EXPAND3(EXPAND3(EXPAND3(__VA_ARGS__))))
+#define EXPAND3(...) EXPAND2(EXPAND2(EXPAND2(__VA_ARGS__)))
+#define EXPAND2(...) EXPAND1(EXPAND1(EXPAND1(__VA_ARGS__)))
+#define EXPAND1(...) __VA_ARGS__
+#define EACH(F, T, ...) __VA_OPT__(EXPAND(NEXT(F, T, __VA_ARGS__)))
+#define NEXT(F, T, first, ...) F(T, first) __VA_OPT__(AGAIN PARENTHESES(F, T, __VA_ARGS__))
+#define PARENTHESES ()
+#define AGAIN() NEXT
+
+#define FIELD(T, name) {#T "." #name, offsetof(T, name)},
+#define STRUCT(T, ...) {#T, sizeof(T)}, EACH(FIELD, T, __VA_ARGS__)
+
+constexpr Entry kEntries[] = {
+    STRUCT(Config, num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, format,
+           activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, num_groups, num_ropes, num_experts,
+           num_chosen, expert_size, is_renormalised, norm_eps, embedding_scale, residual_scale, logit_scale,
+           attention_softcap, logit_softcap)
+    STRUCT(StepArgs, num_tokens, num_sequences, num_outputs, num_new_blocks, token_ids, rows, starts, lengths,
+           block_starts, block_counts, new_blocks, output_rows, logit_slots, logits, argmax)
+    STRUCT(SelectArgs, mode, num_rows, vocab, stride, logits, rows, kinds, temperature, top_k, top_p, log_min_p,
+           uniforms, ids, tokens, num_top, width, chosen, ranks, top_values, top_ids)
+    STRUCT(PagedCall, num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window, scale,
+           softcap, pool, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride,
+           value_head_stride, slots, starts, lengths, pages, offsets, num_pages, sinks, out)
+    STRUCT(Team, parallel, thread, size)
+    {"format.float32", kF32}, {"format.bfloat16", kBf16}, {"format.int8", kInt8},
+    {"activation.silu", kSilu}, {"activation.gelu_tanh", kGeluTanh}, {"activation.gelu", kGeluErf},
+    {"activation.relu", kRelu}, {"activation.relu2", kRelu2},
+    {"linear.qkv", kQkvSlot}, {"linear.out", kOutSlot}, {"linear.gate_up", kGateUpSlot}, {"linear.down", kDownSlot},
+    {"linear.head", kHeadSlot}, {"linear.router", kRouterSlot}, {"linear.expert_gate_up", kExpertSlot},
+    {"linear.expert_down", kExpertSlot + 1},
+    {"vector.input", kInputSlot}, {"vector.input_bias", kInputBiasSlot},
+    {"vector.post_attention", kPostAttentionSlot}, {"vector.post_attention_bias", kPostAttentionBiasSlot},
+    {"vector.mlp", kMlpSlot}, {"vector.mlp_bias", kMlpBiasSlot}, {"vector.post_mlp", kPostMlpSlot},
+    {"vector.post_mlp_bias", kPostMlpBiasSlot}, {"vector.q", kQSlot}, {"vector.k", kKSlot},
+    {"vector.sinks", kSinksSlot}, {"vector.final", kFinalSlot}, {"vector.final_bias", kFinalBiasSlot},
+    {"qk_norm.none", kNoQkNorm}, {"qk_norm.per_head", kPerHead}, {"qk_norm.full_width", kFullWidth},
+    {"select.skip", kSkip}, {"select.argmax", kArgmax}, {"select.whole", kWhole}, {"select.truncated", kTruncated},
+    {"mode.choose", kChoose}, {"mode.log_probabilities", kLogProbabilities},
+    {"failure.invalid_row", kInvalidRow}, {"failure.empty_row", kEmptyRow},
+    {"error.busy", kBusy}, {"error.forked", kForked},
+    {"page_size", kPageSize}, {"int8_group", kInt8Group}, {"error_bytes", kErrorBytes},
+    {nullptr, 0},
+};
+
+}  // namespace
+
+// The name and the value of entry `index`; null after the last one.
+AIOCB_API const char* aiocb_layout(int index, int64_t* value) {
+  *value = kEntries[index].value;
+  return kEntries[index].name;
+}
