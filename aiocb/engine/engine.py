@@ -9,10 +9,8 @@ Engine ─► Session (one per life) ─► Worker (thread) ─► EngineCore �
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import itertools
-import logging
 import threading
 import time
 import warnings
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
     Params = SamplingParams | GenerationConfig | None
 
 __all__ = ["Engine"]
-
-logger = logging.getLogger("aiocb")
 
 
 class Engine:
@@ -197,7 +193,6 @@ class Engine:
                     if self._session is session:
                         self._session = None
             raise
-        self._log(session)
         return self
 
     async def __aexit__(
@@ -490,16 +485,6 @@ class Engine:
         if session is None or session.worker.core is None:
             raise EngineClosed("the engine has not run yet")
         return session.worker.core.stats(session.num_wakeups)
-
-    def _log(self, session: Session) -> None:
-        if session.is_logged:
-            return
-        session.is_logged = True
-        for choice in session.choices:
-            logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
-        if self._config.freeze_gc:
-            gc.collect()
-            gc.freeze()
 
 
 def _stop(reference: weakref.ref[Worker]) -> None:

@@ -6,6 +6,8 @@ a stream that is closed after its engine has been entered again still reaches th
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from aiocb.text.processor import TextProcessor
 
 __all__ = ["Life"]
+
+logger = logging.getLogger("aiocb")
 
 
 class Life:
@@ -64,7 +68,7 @@ class Life:
         scheduler, limits, choices = make_scheduler(self.config, built)
         self.text, self.limits = built.text, limits
         self.choices = [*built.choices, *choices]
-        return EngineCore(
+        core = EngineCore(
             built.runner,
             scheduler,
             room=self.room,
@@ -72,6 +76,12 @@ class Life:
             random_source=random.Random(self.config.seed) if self.config.seed is not None else None,
             debug_checks=self.config.debug_checks,
         )
+        for choice in self.choices:
+            logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
+        if self.config.freeze_gc:
+            gc.collect()
+            gc.freeze()
+        return core
 
     def _close(self) -> None:
         built, self._built = self._built, None

@@ -70,7 +70,6 @@ class Session(Life):
 
     def __init__(self, source: Source, config: EngineConfig, number: int = 1) -> None:
         super().__init__(source, config, number)
-        self.is_logged = False
         self.built = Signal()
         self.exited = Signal()
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}

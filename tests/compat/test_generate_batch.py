@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -204,20 +204,19 @@ class TestLeftAsFound:
         model(torch.tensor([[1, 2]])).logits.sum().backward()
 
     def test_training_mode(self, model: Any) -> None:
+        config = generation(max_new_tokens=3)
+        wanted = compat.generate_batch(model, PROMPTS, config)
+        model.config.attention_dropout = 0.5
         model.train()
         model.model.layers[0].eval()
         modes = {name: module.training for name, module in model.named_modules()}
-        with compat.continuous_batching_context_manager(model, generation(max_new_tokens=3)) as manager:
-            assert not any(module.training for module in model.modules())
-            with manager.pause():
+        for settings in (EngineConfig(), EngineConfig(native=False)):
+            with compat.ContinuousBatchingManager(model, config, settings) as manager:
+                manager.add_requests(PROMPTS)
+                outputs = {str(PROMPTS.index(one.prompt_ids)): one.generated_tokens for one in manager}
+                assert [outputs[key] for key in sorted(outputs)] == [one.generated_tokens for one in wanted.values()]
                 assert {name: module.training for name, module in model.named_modules()} == modes
-            manager.add_requests(PROMPTS)
-            assert len(list(manager)) == 4
-            assert not any(module.training for module in model.modules())
-            manager.stop(keep_for_next_session=True)
-            assert {name: module.training for name, module in model.named_modules()} == modes
-        assert {name: module.training for name, module in model.named_modules()} == modes
-        compat.destroy_cached_continuous_batching_manager(model)
+            manager.destroy()
         assert {name: module.training for name, module in model.named_modules()} == modes
 
     def test_deep_copies_of_an_enabled_model_are_their_own(self, model: Any) -> None:
@@ -279,6 +278,44 @@ class TestPersistentManagers:
         assert manager.is_running()
         assert [one.request_id for one in manager] == ["mine"]
         manager.destroy()
+
+
+class TestTwoOnOneModel:
+    """Each has a runner of its own: nothing of the one is in the other, whichever goes first."""
+
+    SAMPLED: ClassVar[dict[str, Any]] = {"do_sample": True, "temperature": 1.5}
+
+    def test_one_after_the_other_with_other_configs(self, model: Any) -> None:
+        settings = ContinuousBatchingConfig(seed=3)
+        greedy, sampled = generation(max_new_tokens=8), generation(max_new_tokens=8, **self.SAMPLED)
+        expected = [one.generated_tokens for one in compat.generate_batch(model, PROMPTS, sampled, settings).values()]
+        for native in (None, False):
+            first = compat.ContinuousBatchingManager(model, greedy, EngineConfig(native=native, seed=3))
+            with first:
+                first.add_requests(PROMPTS)
+                assert len(list(first)) == 4
+            check(model, compat.generate_batch(model, PROMPTS, greedy, EngineConfig(native=native)), 8)
+            outputs = compat.generate_batch(model, PROMPTS, sampled, EngineConfig(native=native, seed=3))
+            assert [one.generated_tokens for one in outputs.values()] == expected
+            first.generation_config = sampled
+            with first:  # its second life
+                first.add_requests(PROMPTS)
+                found = {tuple(one.prompt_ids): one.generated_tokens for one in first}
+                assert [found[tuple(one)] for one in PROMPTS] == expected
+            first.destroy()
+
+    def test_at_the_same_time(self, model: Any) -> None:
+        config = generation(max_new_tokens=30)
+        settings = {"one": EngineConfig(native=False), "two": EngineConfig()}
+        one, two = (compat.ContinuousBatchingManager(model, config, settings[name]) for name in ("one", "two"))
+        one.start()
+        two.start()
+        two.add_requests(PROMPTS)
+        one.add_requests(PROMPTS)
+        one.destroy()
+        check(model, {str(n): two.get_result(f"req_{n}") for n in range(4)}, 30)
+        two.destroy()
+        check(model, {str(n): one.get_result(f"req_{n}") for n in range(4)}, 30)
 
 
 class TestPause:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from aiocb.compat.transformers import RequestStatus
+from aiocb.compat.transformers.manager import ContinuousBatchingManager
+from aiocb.config import EngineConfig
+from aiocb.engine.source import RunnerSource
 from aiocb.errors import EngineDead
-from tests.compat.helpers import WAIT, Setup, assert_nothing_left, expected, finish, running
+from aiocb.sampling_params import ModelDefaults
+from tests.compat.helpers import (
+    MAX_LEN,
+    VOCAB,
+    WAIT,
+    FakeRunner,
+    Setup,
+    assert_nothing_left,
+    expected,
+    finish,
+    running,
+)
 
 
 def test_start_stop_start() -> None:
@@ -361,6 +376,42 @@ class TestPause:
         with pytest.raises(RuntimeError, match="not running"), setup.manager.pause():
             pass
         assert_nothing_left(setup.manager)
+
+
+def test_what_was_chosen_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    setup = Setup(max_batch_tokens=64)
+    assert setup.manager.describe() == []
+    with caplog.at_level(logging.INFO, "aiocb"), running(setup) as manager:
+        choices = manager.describe()
+        assert ("max_batch_tokens", "64", "as configured") in choices
+        said = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+        assert said == [f"{one.name} = {one.value} ({one.reason})" for one in choices]
+        manager.stop()
+        assert manager.describe() == choices
+
+
+def test_destroy_while_it_is_warmed_up() -> None:
+    setup = Setup()
+    began, may_end = threading.Event(), threading.Event()
+    make = setup._make
+
+    def slow(config: EngineConfig) -> FakeRunner:
+        began.set()
+        assert may_end.wait(WAIT)
+        return make(config)
+
+    manager = ContinuousBatchingManager(None, source=RunnerSource(slow, ModelDefaults(VOCAB, MAX_LEN)))
+    with ThreadPoolExecutor(1) as pool:
+        warming = pool.submit(manager.warmup)
+        assert began.wait(WAIT)
+        manager.destroy()
+        may_end.set()
+        with pytest.raises(RuntimeError, match="destroyed"):
+            warming.result(WAIT)
+    assert manager._session is not None
+    manager._session.worker.join(WAIT)
+    assert_nothing_left(manager)
+    assert setup.runner.is_closed
 
 
 def test_repr() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aiocb.compat.transformers import GenerationOutput, RequestQueueFull, RequestStatus
+from aiocb.compat.transformers.router import Callback, _run_callbacks
 from aiocb.errors import InvalidRequest
 from tests.compat.helpers import EOS, MAX_LEN, VOCAB, WAIT, Setup, expected, generation, running
 
@@ -85,6 +86,22 @@ class TestAdding:
                 manager.add_requests([[1]], temprature=0.5)
             assert manager.add_request([1], max_new_tokens=1, filter_value=-1.0) is not None
             assert "filter_value" in caplog.text
+
+    def test_what_has_no_place_here_is_refused(self) -> None:
+        with running(Setup()) as manager:
+            with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+                manager.add_request([1], prompt_logprobs=1)
+            wrong: Any = ["a", "list"]
+            with pytest.raises(InvalidRequest, match="request_id must be a text"):
+                manager.add_request([1], wrong)
+
+    def test_a_prompt_is_taken_when_it_is_given(self) -> None:
+        setup = Setup()
+        prompt = [1, 2]
+        setup.manager.add_request(prompt, "a", max_new_tokens=2)
+        prompt.clear()
+        with running(setup) as manager:
+            assert [one.generated_tokens for one in manager] == [expected([1, 2], 2)]
 
     def test_zero_new_tokens(self) -> None:
         with running(Setup()) as manager:
@@ -393,7 +410,7 @@ class TestHandlers:
                 assert [len(one.generated_tokens) for one in items] == [1, 2, 3, 4, 5]
                 assert items[-1].generated_tokens == expected([n], 5)
             assert [one.request_id for one in manager] == ["plain"]
-            assert not manager._router._handlers and not manager._router._records
+            assert not manager._router._handlers and not manager._router._replies
 
     def test_two_loops(self) -> None:
         with running(Setup()) as manager, ThreadPoolExecutor(2) as pool:
@@ -431,6 +448,33 @@ class TestHandlers:
             raised, output = asyncio.run(main())
             assert output.status is RequestStatus.FINISHED
             assert [type(one) for one in raised] in ([KeyError], [])
+
+    @pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit, SystemExit, KeyboardInterrupt])
+    def test_whatever_one_raises_the_others_are_called(self, error: type[BaseException]) -> None:
+        with running(Setup()) as manager:
+            manager.add_requests([[1], [2], [3]], max_new_tokens=1)
+            names = ["req_0", "req_1", "req_2"]
+            manager.stop()
+            found: list[str] = []
+
+            def take(output: GenerationOutput) -> None:
+                found.append(output.request_id)
+                if output.request_id == "req_1":
+                    raise error
+
+            items: list[tuple[Callback, GenerationOutput]]
+            items = [(take, output) for name in names if (output := manager.get_result(name)) is not None]
+            loop = asyncio.new_event_loop()
+            loop.set_exception_handler(lambda _, context: found.append(type(context["exception"]).__name__))
+            loop.call_soon(_run_callbacks, loop, items)
+            for _ in range(2):
+                loop.call_soon(loop.stop)
+                try:
+                    loop.run_forever()
+                except (SystemExit, KeyboardInterrupt) as ended:
+                    found.append(type(ended).__name__)
+            loop.close()
+            assert found == ["req_0", "req_1", error.__name__, "req_2"]
 
     def test_a_closed_loop_ends_its_own_requests(self) -> None:
         setup = Setup(gated=True)

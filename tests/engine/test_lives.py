@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import subprocess
 import sys
@@ -192,6 +193,21 @@ async def test_a_stream_is_read_where_it_was_opened() -> None:
         await read_some(stream, 1)
         stream.close()
         await assert_quiescent(engine)
+
+
+async def test_every_life_says_once_what_it_chose(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(1))
+    engine = shared(FakeRunner(), freeze_gc=True)
+    with caplog.at_level(logging.INFO, "aiocb"):
+        for life in (1, 2):
+            async with engine, engine:
+                said = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+                expected = [f"{one.name} = {one.value} ({one.reason})" for one in engine.describe()]
+                assert said == expected * life and any("max_request_tokens" in one for one in said)
+                assert len(frozen) == life
 
 
 FORKED = """

@@ -9,6 +9,8 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tqdm.auto import tqdm
+
 from aiocb.compat.transformers.hosting import engine_config, kept_manager
 from aiocb.compat.transformers.manager import ContinuousBatchingManager
 from aiocb.compat.transformers.results import GenerationOutput
@@ -40,20 +42,23 @@ def init_continuous_batching(
 ) -> ContinuousBatchingManager:
     """Return a manager over a model, not started; the one that was kept on the model if there is one.
 
-    A kept manager takes the new generation config. It is replaced when the settings are others than its own.
+    A kept manager takes the new generation config. It is replaced when the settings are others than its own. While it
+    is running it is returned as it is, with a warning of what does not count.
 
     Raises:
         ConfigError: a setting cannot work.
     """
     kept = kept_manager(model)
+    if kept is not None and kept.is_running():
+        ignored = {"generation_config": generation_config, "continuous_batching_config": continuous_batching_config}
+        names = " and ".join(name for name, value in ignored.items() if value is not None)
+        if names:
+            logger.warning("the manager kept on the model is running and is returned as it is, without %s", names)
+        return kept
     if kept is not None:
         config = engine_config(model, generation_config, continuous_batching_config)
-        is_same = continuous_batching_config is None or config == kept.config
-        if kept.is_running():
-            logger.info("the manager kept on the model is running: it is returned as it is")
-            return kept
-        if is_same:
-            kept.configure(generation_config)
+        if continuous_batching_config is None or config == kept.config:
+            kept.generation_config = generation_config
             return kept
         logger.info("the manager kept on the model has other settings: it is replaced")
         kept.destroy()
@@ -147,26 +152,27 @@ def generate_batch(
     prompts = _prompts(inputs, kwargs.pop("attention_mask", None))
     if not prompts:
         return {}
-    max_new_tokens = kwargs.pop("max_new_tokens", None)
+    kept = kept_manager(model)
     done: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
     results: dict[str, GenerationOutput] = {}
     with continuous_batching_context_manager(
         model,
-        generation_config,
+        # Somebody else's session has a config of its own; this one is for these requests alone.
+        None if kept is not None and kept.is_running() else generation_config,
         continuous_batching_config=continuous_batching_config,
         persistent_manager=persistent_manager,
         warmup=warmup,
     ) as manager:
-        count = int(kwargs.get("n") or manager.num_return_sequences)
-        with _progress(len(prompts) * count, progress_bar) as advance:
-            ids = manager.submit_all(prompts, max_new_tokens, False, record_timestamps, kwargs, done.put)
-            if not ids:
-                raise RuntimeError("the manager kept on the model was being stopped; call again")
-            while len(results) < len(ids) * count:
+        tickets = manager.tickets(prompts, False, record_timestamps, kwargs, config=generation_config, sink=done.put)
+        names = [reply.request_id for ticket in tickets for reply in ticket.replies]
+        if not manager.submit(tickets, None):
+            raise RuntimeError("the manager kept on the model was being stopped; call again")
+        total, is_silent = len(names), not progress_bar
+        with tqdm(total=total, desc=f"Solving {total} requests", unit="request", disable=is_silent) as bar:
+            while len(results) < total:
                 output = done.get()
                 results[output.request_id] = output
-                advance()
-    names = [name for one in ids for name in (one, *(f"{one}__child#{index}" for index in range(count - 1)))]
+                bar.update()
     failed = [name for name in names if results[name].error is not None]
     if failed:
         logger.error("%d of %d requests failed: %s", len(failed), len(names), results[failed[0]].error)
@@ -183,17 +189,6 @@ def enable(model: ModelT) -> ModelT:
     ):
         setattr(model, function.__name__, types.MethodType(function, model))
     return model
-
-
-@contextlib.contextmanager
-def _progress(total: int, is_shown: bool) -> Iterator[Any]:
-    if not is_shown:
-        yield lambda: None
-        return
-    from tqdm.auto import tqdm
-
-    with tqdm(total=total, desc=f"Solving {total} requests", unit="request") as bar:
-        yield bar.update
 
 
 def _prompts(inputs: Any, mask: Any) -> list[Any]:

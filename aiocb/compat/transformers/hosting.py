@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,8 @@ def engine_config(
         ConfigError: a value is out of its range, or cannot be obeyed.
     """
     if config is None:
-        config = getattr(generation_config, "continuous_batching_config", None)
+        held = generation_config or getattr(model, "generation_config", None)
+        config = getattr(held, "continuous_batching_config", None)
         if config is None:
             return EngineConfig()
         warnings.warn(
@@ -51,10 +53,13 @@ def engine_config(
 
 
 class _Place:
-    """An attribute of the model that copies and pickles as an empty one: a copy of a model has no manager."""
+    """An attribute of the model that copies and pickles as an empty one: a copy of a model has no manager, and neither
+    has a forked process, where the manager's thread is not.
+    """
 
-    def __init__(self) -> None:
-        self.manager: ContinuousBatchingManager | None = None
+    def __init__(self, manager: ContinuousBatchingManager | None = None) -> None:
+        self.manager = manager
+        self.process = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Place, ()
@@ -63,17 +68,12 @@ class _Place:
 def kept_manager(model: Any) -> ContinuousBatchingManager | None:
     """The manager that `keep_for_next_session` has left on a model."""
     place = getattr(model, _ATTRIBUTE, None)
-    return place.manager if isinstance(place, _Place) else None
+    return place.manager if isinstance(place, _Place) and place.process == os.getpid() else None
 
 
 def keep_on_model(model: Any, manager: ContinuousBatchingManager | None) -> None:
     """Leave a manager on its model, or take it away. A runner of one's own has no model to leave it on."""
-    if model is None:
-        return
-    if manager is None:
-        if hasattr(model, _ATTRIBUTE):
-            delattr(model, _ATTRIBUTE)
-        return
-    place = _Place()
-    place.manager = manager
-    setattr(model, _ATTRIBUTE, place)
+    if manager is not None and model is not None:
+        setattr(model, _ATTRIBUTE, _Place(manager))
+    elif hasattr(model, _ATTRIBUTE):
+        delattr(model, _ATTRIBUTE)

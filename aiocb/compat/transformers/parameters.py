@@ -1,175 +1,247 @@
-"""From a `GenerationConfig` to an engine's parameters. The config is read once and never changed."""
+"""From a `GenerationConfig` to an engine's parameters. The config is read, and never changed."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiocb.errors import ConfigError
+from aiocb.errors import ConfigError, InvalidRequest
 from aiocb.sampling_params import SamplingParams, generation_values
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-    from aiocb.engine.admission import Limits
+    from aiocb.engine.admission import Limits, Plan
 
-__all__ = ["Parameters", "request_sampling"]
+__all__ = ["LogitProcessors", "Parameters", "Scope", "request_sampling"]
 
 logger = logging.getLogger("aiocb")
 
+_WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 # What `SamplingParams` does itself, or what does not concern continuous batching, needs no further processors.
 _OWN = (
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "min_length",
-    "min_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "renormalize_logits",
-    "remove_invalid_values",
-    "do_sample",
-)
+    *_WARPERS, "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens",
+    "renormalize_logits", "remove_invalid_values", "do_sample",
+)  # fmt: skip
 _THROUGH_TRANSFORMERS = (
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "exponential_decay_length_penalty",
-)
-_UNSUPPORTED = (
-    "guidance_scale",
-    "watermarking_config",
-    "top_h",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "stop_strings",
-    "max_time",
-    "penalty_alpha",
-    "constraints",
-    "force_words_ids",
-)
-_NO_OPS = {"guidance_scale": 1, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+    "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
+)  # fmt: skip
+# With the values that ask for nothing.
+_UNSUPPORTED = {
+    "guidance_scale": 1, "watermarking_config": None, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "stop_strings": None, "max_time": None,
+    "penalty_alpha": None, "constraints": None, "force_words_ids": None, "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0, "dola_layers": None, "token_healing": False,
+}  # fmt: skip
 _IGNORED_KEYWORDS = ("filter_value", "min_tokens_to_keep")
+_KEPT_WHEN_CLEARED = ("do_sample", "max_new_tokens", "eos_token_id", "num_return_sequences")
+
+
+@dataclass(slots=True)
+class LogitProcessors:
+    """What is done to the logits of requests to come, apart from their own parameters.
+
+    Attributes:
+        logits_processor: further processors for all requests, shared by them: transformers' `LogitsProcessor` objects,
+            or callables `(token_ids, logits) -> logits`.
+        is_cleared: what the generation config says about logits does not count.
+    """
+
+    logits_processor: list[Any] = field(default_factory=list)
+    is_cleared: bool = False
+
+    def clear(self) -> None:
+        """Leave the logits as they are, whatever the generation config says."""
+        self.logits_processor.clear()
+        self.is_cleared = True
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What all configs of a manager have in common.
+
+    Attributes:
+        model: whose own config counts when none is given; None for a runner without a model.
+        logprobs: log-probabilities for every request.
+        drop_unsupported: warn about a setting that cannot be honoured instead of refusing it.
+        processors: see there.
+        said: what was warned of; once is enough.
+    """
+
+    model: Any
+    logprobs: bool = False
+    drop_unsupported: bool = True
+    processors: LogitProcessors = field(default_factory=LogitProcessors)
+    said: set[object] = field(default_factory=set)
+
+    def warn(self, about: object, message: str) -> None:
+        """Log a warning, unless there was one about the same."""
+        if about not in self.said:
+            self.said.add(about)
+            logger.warning("%s", message)
 
 
 class Parameters:
-    """What all requests of a manager start from.
+    """What requests of a manager start from: a reading of a generation config.
 
     A config that the caller passes stands for itself: what it leaves open has transformers' default and not the value
     of the model's own config, and without an end-of-sequence token nothing ends but by length. That is how the
     reference reads it.
 
     Args:
-        model: whose own config counts when none is given; None for a runner without a model.
-        config: the caller's, or None.
-        logprobs: log-probabilities for every request.
-        drop_unsupported: warn about a setting that cannot be honoured instead of refusing it.
+        scope: the manager's.
+        config: the caller's own object, or None.
+        before: an earlier reading of the same object.
+
+    Attributes:
+        config: the object that was read.
+        num_return_sequences: samples per prompt.
 
     Raises:
         ConfigError: the config asks for beams, or for something unsupported.
     """
 
-    def __init__(
-        self, model: Any, config: GenerationConfig | None, *, logprobs: bool = False, drop_unsupported: bool = True
-    ) -> None:
-        own = getattr(model, "generation_config", None)
-        self.config: GenerationConfig | None = copy.deepcopy(config if config is not None else own)
-        self._model = model
-        self._is_given = config is not None
-        self._logprobs = logprobs
-        self._values: dict[str, Any] = {} if self.config is None else generation_values(self.config)
-        self._eos = _ids(self._values.get("eos_token_id"))
-        self.num_return_sequences: int = self._values.get("num_return_sequences") or 1
-        if (self._values.get("num_beams") or 1) > 1:
+    def __init__(self, scope: Scope, config: GenerationConfig | None, before: Parameters | None = None) -> None:
+        self.config = config if config is not None else getattr(scope.model, "generation_config", None)
+        if self.config is not None and not hasattr(self.config, "to_diff_dict"):
+            raise ConfigError(f"generation_config must be a transformers GenerationConfig, not {type(config).__name__}")
+        self._scope = scope
+        self._given = config
+        self._extra = tuple(scope.processors.logits_processor)
+        self._state = copy.deepcopy(self._settings()), scope.processors.is_cleared, self._extra
+        values: dict[str, Any] = {} if self.config is None else generation_values(self.config)
+        self._eos = _ids(values.get("eos_token_id"))
+        self.num_return_sequences: int = values.get("num_return_sequences") or 1
+        # Switched off after the config was given, sampling leaves its distribution behind, as it does in the reference.
+        self._has_sampled: bool = bool(values.get("do_sample") or (before is not None and before._has_sampled))
+        self._is_switched_off = self._has_sampled and not values.get("do_sample")
+        if (values.get("num_beams") or 1) > 1:
             raise ConfigError("num_beams > 1 is not supported; set num_return_sequences and sample instead")
-        unsupported = [name for name in _UNSUPPORTED if self._values.get(name, _NO_OPS.get(name)) != _NO_OPS.get(name)]
+        if not all(isinstance(token, int) for token in self._eos):
+            raise ConfigError("eos_token_id of the generation config must be a token id or several")
+        unsupported = [name for name, no_op in _UNSUPPORTED.items() if values.get(name, no_op) != no_op]
         if unsupported:
             message = f"{', '.join(unsupported)} of the generation config cannot be honoured in continuous batching"
-            if not drop_unsupported:
+            if not scope.drop_unsupported:
                 raise ConfigError(message)
-            logger.warning("%s: ignored", message)
-        if self._is_given and self._values.get("eos_token_id") is None:
-            logger.warning("the generation config has no eos_token_id: requests end by their length only")
-        self._has_processors = any(self._values.get(name) is not None for name in _THROUGH_TRANSFORMERS)
+            scope.warn(message, f"{message}: ignored")
+        if config is not None and values.get("eos_token_id") is None:
+            scope.warn("eos", "the generation config has no eos_token_id: requests end by their length only")
+        if config is not None and values.get("max_length") and values.get("max_new_tokens") is None:
+            scope.warn("max_length", "max_length of the generation config does not count here: set max_new_tokens")
+        if scope.processors.is_cleared:
+            values = {name: value for name, value in values.items() if name in _KEPT_WHEN_CLEARED}
+        self._values = values
+        self._has_processors = any(values.get(name) is not None for name in _THROUGH_TRANSFORMERS)
 
-    @property
-    def max_new_tokens(self) -> int | None:
-        """The config's own bound."""
-        value: int | None = self._values.get("max_new_tokens")
-        return value
+    def current(self) -> Parameters:
+        """This reading, or a new one if the config or the processors have changed since."""
+        processors = self._scope.processors
+        try:
+            if self._state == (self._settings(), processors.is_cleared, tuple(processors.logits_processor)):
+                return self
+        except Exception:  # an array is neither equal nor not: read again
+            pass
+        return Parameters(self._scope, self._given, self)
+
+    def _settings(self) -> dict[str, Any]:
+        return {} if self.config is None else vars(self.config)
 
     def limits(self, limits: Limits) -> Limits:
         """The running engine's limits with this config in the place of the model's."""
         defaults = limits.defaults
         eos = defaults.eos_token_ids
-        if self._is_given or self._eos:
+        if self._given is not None or self._eos:
             eos = tuple(token for token in self._eos if token < defaults.vocab_size)
         defaults = dataclasses.replace(defaults, eos_token_ids=eos, generation=self._values)
         return dataclasses.replace(limits, defaults=defaults, return_logprobs=False)
 
     def complete(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """Add what depends on the prompt's length, and the log-probabilities of the manager."""
+        """Add what depends on the prompt's length, and what the manager says of logits.
+
+        Raises:
+            InvalidRequest: transformers refuses a value.
+        """
         changes: dict[str, Any] = {}
-        if self._logprobs and sampling.logprobs is None:
+        if self._scope.logprobs and sampling.logprobs is None:
             changes.update(logprobs=0, logprobs_mode="processed")
         shortest = (self._values.get("min_length") or 0) - num_prompt_tokens
         if sampling.min_new_tokens is None and shortest > (self._values.get("min_new_tokens") or 0):
             changes["min_new_tokens"] = shortest
+        before, after = [*self._extra], []
         if self._has_processors:
-            mine = self._processors(num_prompt_tokens, sampling)
-            changes["logits_processors"] = (*mine, *(sampling.logits_processors or ()))
+            values = {name: self._values.get(name) for name in _THROUGH_TRANSFORMERS}
+            before[:0] = self._made(sampling, num_prompt_tokens, values)
+        if self._is_switched_off:
+            after = self._made(sampling, num_prompt_tokens, {**self._warpers(sampling), "do_sample": True})
+            changes["temperature"] = 0.0
+        if before or after:
+            own = sampling.logits_processors or ()
+            changes["logits_processors"] = (*before, *(own if isinstance(own, Iterable) else (own,)), *after)
         return dataclasses.replace(sampling, **changes) if changes else sampling
 
-    def _processors(self, num_prompt_tokens: int, sampling: SamplingParams) -> Sequence[Any]:
-        """New processor objects for one request: some of them have state."""
+    def check_room(self, plan: Plan, limits: Limits) -> None:
+        """Warn, once for each number, when the config wants more tokens than fit."""
+        wanted, room = plan.sampling.max_new_tokens, plan.max_output_tokens
+        if wanted is not None and room < wanted:
+            is_the_models = limits.defaults.max_model_len <= limits.max_request_tokens
+            where = "the model's limit" if is_the_models else "the cache (raise num_blocks or max_memory_percent)"
+            self._scope.warn(
+                ("max_new_tokens", wanted),
+                f"max_new_tokens={wanted} of the generation config does not fit: a prompt of "
+                f"{len(plan.prompt_token_ids)} tokens leaves room for {room} in {where}; such requests end there",
+            )
+
+    def _warpers(self, sampling: SamplingParams) -> dict[str, Any]:
+        """What shapes the distribution of a request; what is 0 or less is switched off."""
+        given = {name: value for name in _WARPERS if (value := getattr(sampling, name)) is not None}
+        values = {name: value for name, value in {**self._values, **given}.items() if name in _WARPERS}
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        return {name: value if name == "top_k" else float(value) for name, value in numbers.items() if value > 0}
+
+    def _made(self, sampling: SamplingParams, num_prompt_tokens: int, values: Mapping[str, Any]) -> list[Any]:
+        """New processor objects for one request, because some of them have state: those that some settings ask for."""
         import torch
 
+        model = self._scope.model
+        if model is None:
+            return []
         config: Any = copy.copy(self.config)
-        for name in _OWN + _UNSUPPORTED:
-            setattr(config, name, None)
+        for name in (*_OWN, *_THROUGH_TRANSFORMERS, *_UNSUPPORTED):
+            setattr(config, name, values.get(name))
         eos = self._eos if sampling.eos_token_id is None else _ids(sampling.eos_token_id)
-        device = self._model.device
-        config._eos_token_tensor = torch.tensor(eos, dtype=torch.long, device=device)
-        processors: Sequence[Any] = self._model._get_logits_processor(
-            config, input_ids_seq_length=num_prompt_tokens, device=str(device)
-        )
-        return list(processors)
+        config._eos_token_tensor = torch.tensor(eos, dtype=torch.long, device=model.device)
+        try:
+            return list(
+                model._get_logits_processor(config, input_ids_seq_length=num_prompt_tokens, device=str(model.device))
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"transformers refuses a parameter: {error}") from error
 
 
-def request_sampling(
-    keywords: Mapping[str, Any], *, max_new_tokens: int | None, eos_token_id: Any, num_return_sequences: int
-) -> SamplingParams:
+def request_sampling(keywords: Mapping[str, Any], num_return_sequences: int) -> SamplingParams:
     """The parameters of one `add_request`, unresolved: token ids only, no text.
 
     Raises:
         InvalidRequest: an unknown keyword.
     """
-    ignored = [name for name in _IGNORED_KEYWORDS if name in keywords]
+    values = {name: value for name, value in keywords.items() if value is not None}
+    if "prompt_logprobs" in values:
+        raise InvalidRequest("prompt_logprobs: these outputs have no place for them; use aiocb.Engine")
+    ignored = [name for name in _IGNORED_KEYWORDS if values.pop(name, None) is not None]
     if ignored:
         logger.warning("%s: ignored", ", ".join(ignored))
-    values = {name: value for name, value in keywords.items() if name not in ignored}
-    values.setdefault("n", num_return_sequences)
-    if max_new_tokens is not None:
-        values["max_new_tokens"] = max_new_tokens
-    if eos_token_id is not None:
-        # -1 is the reference's "no end of sequence".
-        values["eos_token_id"] = _ids(eos_token_id)
-    values.setdefault("detokenize", False)
-    return SamplingParams.build(None, values)
+    if "eos_token_id" in values:
+        values["eos_token_id"] = _ids(values["eos_token_id"])
+    return SamplingParams.build(None, {"n": num_return_sequences, "detokenize": False, **values})
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    ids = (value,) if isinstance(value, int) else tuple(value)
-    return tuple(token for token in ids if token >= 0)
+def _ids(value: Any) -> tuple[Any, ...]:
+    """Token ids without -1, the reference's "no end of sequence"; other things are refused elsewhere."""
+    value = value.tolist() if hasattr(value, "tolist") else () if value is None else value
+    ids = value if isinstance(value, Iterable) else (value,)
+    return tuple(token for token in ids if not (isinstance(token, int) and token < 0))

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import enum
 import itertools
+import queue
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
 
-from aiocb.errors import RequestError
+from aiocb.errors import QueueFull, RequestError
 
-__all__ = ["GenerationOutput", "Prefix", "RequestStatus", "StoppedError"]
+__all__ = ["GenerationOutput", "Prefix", "RequestQueueFull", "RequestStatus", "StoppedError"]
 
 T = TypeVar("T")
 
 
 class StoppedError(RequestError, RuntimeError):
     """The request was cancelled, or its manager was stopped or destroyed before it was complete."""
+
+
+class RequestQueueFull(QueueFull, queue.Full):
+    """The waiting queue (`max_queue_size`) had no room for as long as `add_request` waits: 10 seconds."""
 
 
 class RequestStatus(enum.IntEnum):

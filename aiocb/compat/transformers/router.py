@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiocb.compat.transformers.results import GenerationOutput, Prefix, RequestStatus, StoppedError
@@ -20,54 +21,37 @@ if TYPE_CHECKING:
     from aiocb.engine.slot import End, Slot
     from aiocb.outputs import TokenLogprobs
 
-__all__ = ["Callback", "Record", "Router"]
+__all__ = ["Callback", "Reply", "Router"]
 
 Callback = Callable[[GenerationOutput], object]
 
 
-class Record:
+@dataclass(slots=True, eq=False)
+class Reply:
     """One sequence that was asked for, and what it has produced.
 
     Attributes:
-        slot: its place in the engine, None before it has been submitted.
-        is_live: it has not ended.
+        timestamps: of every token; None when nobody wants them.
         sink: takes the outputs instead of the queue and of handlers.
+        is_live: it has not ended.
+        slot: its place in the engine, None before it has been submitted.
         unread: numbers of its outputs that wait in the queue.
         waiter: readers that wait for this request.
     """
 
-    __slots__ = (
-        "created_time",
-        "first_token_time",
-        "is_live",
-        "is_streaming",
-        "logprobs",
-        "prompt_ids",
-        "request_id",
-        "sink",
-        "slot",
-        "timestamps",
-        "tokens",
-        "unread",
-        "waiter",
-    )
-
-    def __init__(
-        self, request_id: str, *, is_streaming: bool, has_timestamps: bool, sink: Callback | None = None
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_ids: list[int] = []
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.timestamps: list[float] | None = [] if has_timestamps else None
-        self.created_time = time.perf_counter()
-        self.first_token_time = -1.0
-        self.is_streaming = is_streaming
-        self.is_live = True
-        self.sink = sink
-        self.slot: Slot | None = None
-        self.unread: deque[int] = deque()
-        self.waiter: threading.Condition | None = None
+    request_id: str
+    is_streaming: bool = False
+    timestamps: list[float] | None = None
+    sink: Callback | None = None
+    prompt_ids: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    created_time: float = field(default_factory=time.perf_counter)
+    first_token_time: float = -1.0
+    is_live: bool = True
+    slot: Slot | None = None
+    unread: deque[int] = field(default_factory=deque)
+    waiter: threading.Condition | None = None
 
     def add(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, end: End | None
@@ -144,57 +128,52 @@ class Router:
         self.on_idle = on_idle
         self.abandon = abandon
         self._next_number = 0
-        self._outputs: OrderedDict[int, tuple[Record, GenerationOutput]] = OrderedDict()
-        self._records: dict[str, deque[Record]] = {}
+        self._outputs: OrderedDict[int, tuple[Reply, GenerationOutput]] = OrderedDict()
+        self._replies: dict[str, deque[Reply]] = {}
         self._handlers: dict[str, tuple[Callback, asyncio.AbstractEventLoop]] = {}
         self._any = threading.Condition(self.lock)
 
     # ── the writing side ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def register(self, records: Iterable[Record]) -> None:
+    def register(self, replies: Iterable[Reply]) -> None:
         """Make sequences known before they are submitted; idempotent.
 
         A label may be in use: the outputs of the requests that share it are then read one request after the other.
         """
         with self.lock:
-            for record in records:
-                known = self._records.setdefault(record.request_id, deque())
-                if record not in known:
-                    known.append(record)
+            for reply in replies:
+                known = self._replies.setdefault(reply.request_id, deque())
+                if reply not in known:
+                    known.append(reply)
                     self.num_live += 1
             self._any.notify_all()
 
-    def live(self, request_id: str) -> list[Record]:
+    def live(self, request_id: str) -> list[Reply]:
         """Sequences of this label that have not ended."""
         with self.lock:
-            return [record for record in self._records.get(request_id, ()) if record.is_live]
+            return [reply for reply in self._replies.get(request_id, ()) if reply.is_live]
 
     def deliver(
-        self, deliveries: Iterable[tuple[Record, Sequence[int], Sequence[TokenLogprobs] | None, End | None]]
+        self, deliveries: Iterable[tuple[Reply, Sequence[int], Sequence[TokenLogprobs] | None, End | None]]
     ) -> None:
         """Take what one step produced."""
-        calls: dict[asyncio.AbstractEventLoop, list[tuple[Callback, Record, GenerationOutput]]] = {}
+        calls: dict[asyncio.AbstractEventLoop, list[tuple[Callback, Reply, GenerationOutput]]] = {}
         with self.lock:
             num_ended = 0
-            for record, token_ids, logprobs, end in deliveries:
-                if not record.is_live:
+            for reply, token_ids, logprobs, end in deliveries:
+                if not reply.is_live:
                     continue
-                outputs = record.add(token_ids, logprobs, end)
-                num_ended += not record.is_live
-                if not outputs:
-                    continue
-                if record.sink is not None:
-                    for output in outputs:
-                        record.sink(output)
-                        if output.is_finished():
-                            self._forget(record)
-                    continue
-                handler = self._handlers.get(record.request_id)
-                for output in outputs:
-                    if handler is None:
-                        self._put(record, output)
+                num_ended += end is not None
+                handler = self._handlers.get(reply.request_id)
+                for output in reply.add(token_ids, logprobs, end):
+                    if reply.sink is not None:
+                        reply.sink(output)
+                    elif handler is None:
+                        self._put(reply, output)
                     else:
-                        calls.setdefault(handler[1], []).append((handler[0], record, output))
+                        calls.setdefault(handler[1], []).append((handler[0], reply, output))
+                if end is not None and reply.sink is not None:
+                    self._forget(reply)
             for loop, items in calls.items():
                 self._call(loop, items)
             if num_ended:
@@ -207,44 +186,44 @@ class Router:
         """Wake every reader to look at the state again."""
         with self.lock:
             self._any.notify_all()
-            for records in self._records.values():
-                for record in records:
-                    if record.waiter is not None:
-                        record.waiter.notify_all()
+            for replies in self._replies.values():
+                for reply in replies:
+                    if reply.waiter is not None:
+                        reply.waiter.notify_all()
 
-    def _put(self, record: Record, output: GenerationOutput) -> None:
+    def _put(self, reply: Reply, output: GenerationOutput) -> None:
         number = self._next_number
         self._next_number += 1
-        self._outputs[number] = (record, output)
-        record.unread.append(number)
-        if record.waiter is not None:
-            record.waiter.notify_all()
+        self._outputs[number] = (reply, output)
+        reply.unread.append(number)
+        if reply.waiter is not None:
+            reply.waiter.notify_all()
         self._any.notify_all()
 
-    def _call(self, loop: asyncio.AbstractEventLoop, items: list[tuple[Callback, Record, GenerationOutput]]) -> None:
+    def _call(self, loop: asyncio.AbstractEventLoop, items: list[tuple[Callback, Reply, GenerationOutput]]) -> None:
         """Post one step's outputs to one loop. A closed loop ends its own requests and no others."""
         try:
             loop.call_soon_threadsafe(_run_callbacks, loop, [(callback, output) for callback, _, output in items])
         except RuntimeError:
-            for _, record, output in items:
-                self._handlers.pop(record.request_id, None)
-                self._put(record, output)
-                if record.is_live and record.slot is not None:
-                    self.abandon(record.slot)
+            for _, reply, output in items:
+                self._handlers.pop(reply.request_id, None)
+                self._put(reply, output)
+                if reply.is_live and reply.slot is not None:
+                    self.abandon(reply.slot)
             return
-        for _, record, output in items:
+        for _, reply, output in items:
             if output.is_finished():
-                self._handlers.pop(record.request_id, None)
-                self._forget(record)
+                self._handlers.pop(reply.request_id, None)
+                self._forget(reply)
 
-    def _forget(self, record: Record) -> None:
-        records = self._records.get(record.request_id)
-        if records is not None and record in records:
-            records.remove(record)
-            if not records:
-                del self._records[record.request_id]
-        if record.waiter is not None:
-            record.waiter.notify_all()
+    def _forget(self, reply: Reply) -> None:
+        replies = self._replies.get(reply.request_id)
+        if replies is not None and reply in replies:
+            replies.remove(reply)
+            if not replies:
+                del self._replies[reply.request_id]
+        if reply.waiter is not None:
+            reply.waiter.notify_all()
 
     # ── the reading side ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -268,11 +247,14 @@ class Router:
                 output = self._pop(request_id)
                 if output is not None:
                     return output
-                condition = self._place_to_wait(request_id, ends_when_idle or timeout is None)
-                if condition is None or (ends_when_idle and self.num_live == 0):
-                    return None
                 remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
+                is_late = remaining is not None and remaining <= 0
+                if not self.is_running or is_late or (ends_when_idle and self.num_live == 0):
+                    return None
+                condition, replies = self._any, () if request_id is None else self._replies.get(request_id)
+                if replies:
+                    condition = replies[0].waiter = replies[0].waiter or threading.Condition(self.lock)
+                elif request_id is not None and timeout is None:
                     return None
                 condition.wait(remaining)
 
@@ -293,38 +275,27 @@ class Router:
         if request_id is None:
             if not self._outputs:
                 return None
-            _, (record, output) = self._outputs.popitem(last=False)
-            record.unread.popleft()
+            _, (reply, output) = self._outputs.popitem(last=False)
+            reply.unread.popleft()
         else:
-            records = self._records.get(request_id)
-            if not records or not records[0].unread:
+            replies = self._replies.get(request_id)
+            if not replies or not replies[0].unread:
                 return None
-            record = records[0]
-            _, output = self._outputs.pop(record.unread.popleft())
+            reply = replies[0]
+            _, output = self._outputs.pop(reply.unread.popleft())
         if output.is_finished():
-            self._forget(record)
+            self._forget(reply)
         return output
-
-    def _place_to_wait(self, request_id: str | None, only_known: bool) -> threading.Condition | None:
-        """The condition to wait on, None when nothing can come."""
-        if not self.is_running:
-            return None
-        if request_id is None:
-            return self._any
-        records = self._records.get(request_id)
-        if not records:
-            return None if only_known else self._any
-        record = records[0]
-        if record.waiter is None:
-            record.waiter = threading.Condition(self.lock)
-        return record.waiter
 
 
 def _run_callbacks(loop: asyncio.AbstractEventLoop, items: list[tuple[Callback, GenerationOutput]]) -> None:
-    for callback, output in items:
+    for index, (callback, output) in enumerate(items, 1):
         try:
             callback(output)
-        except Exception as error:
+        except (SystemExit, KeyboardInterrupt):
+            loop.call_soon(_run_callbacks, loop, items[index:])  # they end the loop, should it go on: nothing is lost
+            raise
+        except BaseException as error:
             loop.call_exception_handler(
                 {"message": f"the result handler of {output.request_id!r} raised", "exception": error}
             )

@@ -1,6 +1,6 @@
 """One life of the engine for plain threads: the worker and core of `aiocb.engine`, with a bridge that needs no loop.
 
-Any thread, except `ThreadBridge.post`, `_open` and `_close` (worker thread).
+Any thread, except `ThreadBridge.post` (worker thread).
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from aiocb.compat.transformers.router import Record, Router
+from aiocb.compat.transformers.router import Reply, Router
 from aiocb.engine.admission import Plan, StreamSpec, plan_request
 from aiocb.engine.core import EngineCore
 from aiocb.engine.life import Life
@@ -24,41 +24,49 @@ if TYPE_CHECKING:
     from aiocb.config import EngineConfig
     from aiocb.engine.room import Line
     from aiocb.engine.source import Source
+    from aiocb.text.prompts import TakenPrompt
 
 __all__ = ["ThreadSession", "Ticket"]
 
 
 class Ticket(NamedTuple):
-    """One call of `add_request`, as given; it waits here until the manager has started."""
+    """One call of `add_request`, as given; it waits here until the manager has started.
 
-    prompt: Any
+    Attributes:
+        prompt: what `take_prompt` has made of the user's.
+        parameters: what it starts from, as it was when the request was made.
+        replies: one per sample.
+    """
+
+    prompt: TakenPrompt
     sampling: SamplingParams
-    records: tuple[Record, ...]
+    parameters: Parameters
+    replies: tuple[Reply, ...]
+
+    @property
+    def request_id(self) -> str:
+        """The label of the first sample."""
+        return self.replies[0].request_id
 
     @property
     def interval(self) -> int | None:
         """Tokens per delivery; None is one delivery, at the end."""
-        record = self.records[0]
-        return 1 if record.is_streaming or record.timestamps is not None else None
+        return 1 if self.replies[0].is_streaming or self.replies[0].timestamps is not None else None
 
     @property
     def token_ids(self) -> list[int]:
         """The prompt as far as it can be read without checking it; else empty."""
-        prompt = self.prompt.tolist() if hasattr(self.prompt, "tolist") else self.prompt
-        try:
-            return [int(token) for token in prompt]
-        except (TypeError, ValueError):
-            return []
+        return [token for token in self.prompt if isinstance(token, int)] if isinstance(self.prompt, tuple) else []
 
 
 class ThreadLane(Lane):
-    """A lane that names the record its output goes to."""
+    """A lane that names the reply its output goes to."""
 
-    __slots__ = ("record",)
+    __slots__ = ("reply",)
 
-    def __init__(self, slot: Slot, index: int, record: Record) -> None:
+    def __init__(self, slot: Slot, index: int, reply: Reply) -> None:
         super().__init__(slot, index)
-        self.record = record
+        self.reply = reply
 
 
 class ThreadBridge:
@@ -88,7 +96,7 @@ class ThreadBridge:
             with self.moved:
                 self.moved.notify_all()
         if batch:
-            self._router.deliver([(_record(lane), tokens, logprobs, end) for lane, tokens, _, logprobs, end in batch])
+            self._router.deliver([(_reply(lane), tokens, logprobs, end) for lane, tokens, _, logprobs, end in batch])
         return True
 
     def lane_ended(self, lane: Lane) -> None:
@@ -120,7 +128,6 @@ class ThreadSession(Life):
         self._lock = router.lock
         self._num_holds = 0
         self.held = threading.Event()
-        self._mode = _EvalMode(source.model)
 
     def open(self) -> None:
         """Start the worker and wait until it can serve.
@@ -140,43 +147,36 @@ class ThreadSession(Life):
             self.worker.join()
             raise error
 
-    def _open(self) -> EngineCore:
-        self._mode.enter()
-        return super()._open()
-
-    def _close(self) -> None:
-        self._mode.leave()
-        super()._close()
-
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def plan(self, ticket: Ticket, parameters: Parameters) -> Plan:
+    def plan(self, ticket: Ticket) -> Plan:
         """Check a request against the model and the cache; nothing is registered.
 
         Raises:
             InvalidRequest: the request can never run as asked.
         """
-        limits, text = self.limits, self.text
-        assert limits is not None and text is not None
-        limits = parameters.limits(limits)
-        prompt = text.normalize_prompt(ticket.prompt, vocab_size=limits.defaults.vocab_size)
-        sampling = parameters.complete(ticket.sampling, len(prompt))
-        return plan_request(StreamSpec(prompt, sampling, ticket.records[0].request_id), prompt, limits, text)
+        assert self.limits is not None and self.text is not None
+        limits = ticket.parameters.limits(self.limits)
+        prompt = self.text.normalize_prompt(ticket.prompt, vocab_size=limits.defaults.vocab_size)
+        sampling = ticket.parameters.complete(ticket.sampling, len(prompt))
+        plan = plan_request(StreamSpec(prompt, sampling, ticket.request_id), prompt, limits, self.text)
+        ticket.parameters.check_room(plan, limits)
+        return plan
 
     def submit(self, ticket: Ticket, plan: Plan) -> None:
-        """Hand a planned request to the worker; its records are registered. Never waits."""
-        slot = Slot(ticket.records[0].request_id, self.bridge, len(ticket.records))
+        """Hand a planned request to the worker; its replies are registered. Never waits."""
+        slot = Slot(ticket.request_id, self.bridge, len(ticket.replies))
         lanes: list[Lane] = []
-        for index, record in enumerate(ticket.records):
-            record.slot = slot
-            record.prompt_ids = plan.prompt_token_ids
-            lanes.append(ThreadLane(slot, index, record))
+        for index, reply in enumerate(ticket.replies):
+            reply.slot = slot
+            reply.prompt_ids = plan.prompt_token_ids
+            lanes.append(ThreadLane(slot, index, reply))
         if plan.max_output_tokens == 0:
             end = End("length", None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
             self.bridge.post([Delta(lane, (), "", None, end) for lane in lanes])
             return
         self.bridge.line.enter(len(lanes))
-        age = time.perf_counter() - ticket.records[0].created_time
+        age = time.perf_counter() - ticket.replies[0].created_time
         submission = Submission(
             slot,
             tuple(lanes),
@@ -208,8 +208,8 @@ class ThreadSession(Life):
         with self._lock:
             self._num_holds += 1
             if self._num_holds == 1:
-                self.held = held = threading.Event()
-                self.put((EngineCore.pause, lambda: self._on_held(held)))
+                self.held = threading.Event()
+                self.put((EngineCore.pause, self.held.set))
             return self.held
 
     def release(self) -> None:
@@ -217,38 +217,9 @@ class ThreadSession(Life):
         with self._lock:
             self._num_holds -= 1
             if self._num_holds == 0:
-                self.put((_resume, self._mode))
-
-    def _on_held(self, held: threading.Event) -> None:
-        self._mode.leave()
-        held.set()
+                self.put((EngineCore.unpause, None))
 
 
-class _EvalMode:
-    """A model in training mode is run in eval mode, and is in training mode again whenever its user has it."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._training: list[Any] = []
-
-    def enter(self) -> None:
-        if self._model is None or self._training:
-            return
-        self._training = [module for module in self._model.modules() if module.training]
-        for module in self._training:
-            module.training = False
-
-    def leave(self) -> None:
-        for module in self._training:
-            module.training = True
-        self._training = []
-
-
-def _resume(core: EngineCore, mode: _EvalMode) -> None:
-    mode.enter()
-    core.unpause(None)
-
-
-def _record(lane: Lane) -> Record:
+def _reply(lane: Lane) -> Reply:
     assert isinstance(lane, ThreadLane)
-    return lane.record
+    return lane.reply

@@ -1,0 +1,8 @@
+from typing import Any
+
+from aiocb.compat.transformers import ContinuousBatchingConfig as ContinuousBatchingConfig
+from aiocb.compat.transformers import ContinuousBatchingManager as ContinuousBatchingManager
+from aiocb.compat.transformers import ContinuousMixin as ContinuousMixin
+from aiocb.compat.transformers import GenerationConfig as GenerationConfig
+
+def __getattr__(name: str) -> Any: ...
