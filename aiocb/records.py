@@ -23,13 +23,15 @@ class Record:
         request_id, num_prompt_tokens, sampling, seed: as in `OpenedRequest`.
         row: a small number that no other open request has; it stays the same while this one is open.
         tokens: prompt and output so far.
-        tables: per cache group, the physical block of each logical block.
+        num_blocks: length of its block tables.
+        tables: per cache group, the physical block of each logical block; none where they are kept elsewhere.
         is_plain: a plain argmax is all that it asks of a sampler.
         state: what the sampler remembers of it.
     """
 
     __slots__ = (
         "is_plain",
+        "num_blocks",
         "num_prompt_tokens",
         "request_id",
         "row",
@@ -49,6 +51,7 @@ class Record:
         self.seed = opened.seed
         self.is_plain = opened.sampling.is_plain
         self.state: Any = None
+        self.num_blocks = 0
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
 
 
@@ -82,8 +85,10 @@ class Records:
         for record, entry in zip(records, plan.entries):
             if entry.new_token_ids:
                 record.tokens += entry.new_token_ids
-            if entry.new_blocks and record.tables:
-                for table, blocks in zip(record.tables, entry.new_blocks):
+            fresh = entry.new_blocks
+            if fresh:
+                record.num_blocks = entry.block_start + len(fresh[0])
+                for table, blocks in zip(record.tables, fresh):
                     table[entry.block_start :] = blocks
         return records
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from aiocb.kernels import Library, NativeModel
-from aiocb.kernels.interface import FORMATS, ModelConfig, StepArguments
-from aiocb.model.native.build import PAGE_SIZE
+from aiocb.kernels.interface import FORMATS, PAGE_SIZE, ModelConfig, StepArguments
 from aiocb.model.native.runner import NativeRunner
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import NULL_BLOCK, BlockCopy

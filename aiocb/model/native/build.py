@@ -14,6 +14,7 @@ from aiocb.attention.base import KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelError, KernelUnavailable, Library, load
+from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.kernels.threads import default_num_threads
 from aiocb.model.kv import choose_layout, choose_page_size
 from aiocb.model.native.families import ModelDescription, describe
@@ -25,9 +26,7 @@ from aiocb.model.request import Candidate, Material, ModelRequest, Refusal
 if TYPE_CHECKING:
     from aiocb.sampling.sampler import Sampler
 
-__all__ = ["PAGE_SIZE", "build", "plan"]
-
-PAGE_SIZE = 16
+__all__ = ["build", "plan"]
 
 
 def plan(request: ModelRequest, material: Material) -> Candidate | Refusal:
@@ -37,8 +36,8 @@ def plan(request: ModelRequest, material: Material) -> Candidate | Refusal:
         return Refusal("native=False")
     if config.attention is not None:
         return Refusal(f"attention={config.attention!r} was asked for")
-    if config.page_size not in (None, PAGE_SIZE):
-        return Refusal(f"native kernels work on pages of {PAGE_SIZE} tokens, not {config.page_size}")
+    if (config.page_size or PAGE_SIZE) % PAGE_SIZE:
+        return Refusal(f"native kernels work on multiples of {PAGE_SIZE} tokens, not on pages of {config.page_size}")
     if module is not None and module.device.type != "cpu":
         return Refusal(f"the model is on {module.device.type} (device='cpu' puts it on the CPU)")
     description = material.description or describe(module)

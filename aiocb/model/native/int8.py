@@ -15,7 +15,7 @@ from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiocb.kernels import NativeModel
-from aiocb.kernels.interface import StepArguments
+from aiocb.kernels.interface import PAGE_SIZE, StepArguments
 from aiocb.step import CacheLayout
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ def widths_of(*weights: Tensor) -> npt.NDArray[np.float32]:
 
 def _run(native: NativeModel, tokens: list[int], layout: CacheLayout) -> None:
     count = len(tokens)
-    blocks = -(-count // layout.page_size)
+    blocks, first = -(-count // PAGE_SIZE), layout.page_size // PAGE_SIZE  # behind the null block
     arrays = {
         "token_ids": array("i", tokens), "rows": array("i", (0,)), "starts": array("i", (0,)),
         "lengths": array("i", (count,)), "block_starts": array("i", (0,)), "block_counts": array("i", (blocks,)),
-        "new_blocks": array("i", range(1, blocks + 1)) * len(layout.groups), "output_rows": array("i", range(count)),
-        "argmax": array("i", bytes(4 * count)),
+        "new_blocks": array("i", range(first, first + blocks)) * len(layout.groups),
+        "output_rows": array("i", range(count)), "argmax": array("i", bytes(4 * count)),
     }  # fmt: skip
     addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
     native.step(StepArguments(num_tokens=count, num_sequences=1, num_outputs=count, num_new_blocks=blocks, **addresses))

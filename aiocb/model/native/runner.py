@@ -7,7 +7,7 @@ Shape legend: T tokens of the step, R requests, N rows with logits, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from aiocb.config import Choice
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelError, NativeModel
+from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.native.families import ModelDescription, describe
 from aiocb.model.native.step import NativeStep
 from aiocb.model.native.weights import pack_again
@@ -56,7 +57,7 @@ class NativeRunner(ImmediateRunner):
         self._max_model_len = description.max_position_embeddings
         self._sampler = sampler
         self._module = module
-        self._records = Records(len(layout.groups))
+        self._records = Records()  # block tables lie in native memory, by row
         self._logits: Tensor | None = None
 
     device_type = "cpu"
@@ -88,6 +89,7 @@ class NativeRunner(ImmediateRunner):
     def release(self) -> None:
         """Forget every request; see `step.Runner`."""
         self._records.clear()
+        self.native.reset_rows()
         self._sampler.forget()
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -96,8 +98,9 @@ class NativeRunner(ImmediateRunner):
         Raises:
             KernelError: the plan names an id, a row or a block that does not exist.
         """
-        for copy in plan.copies_before:
-            self.native.copy_block(copy.group, copy.source, copy.target)
+        for group, source, target in plan.copies_before:
+            for page in range(pages := self._layout.page_size // PAGE_SIZE):
+                self.native.copy_block(group, source * pages + page, target * pages + page)
         records = self._records.begin(plan)
         if plan.closed:
             self._sampler.forget()
@@ -105,7 +108,7 @@ class NativeRunner(ImmediateRunner):
         if not entries:
             return StepResult(())
         picked = [at for at, (entry, record) in enumerate(zip(entries, records)) if not _is_plain(entry, record)]
-        step = NativeStep(entries, records, len(self._layout.groups), frozenset(picked))
+        step = self._step(entries, records, frozenset(picked))
         if not picked:
             self.native.step(step.arguments(None))
             result = _greedy_result(entries, step)
@@ -119,7 +122,7 @@ class NativeRunner(ImmediateRunner):
 
     def logits(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> Tensor:
         """Run the step without sampling: writes keys and values; returns logits [N, V]."""
-        step = NativeStep(entries, records, len(self._layout.groups), frozenset(range(len(entries))))
+        step = self._step(entries, records, frozenset(range(len(entries))))
         logits = torch.empty(step.num_logits, self._vocab_size)
         self.native.step(step.arguments(logits.data_ptr()))
         return logits
@@ -139,6 +142,10 @@ class NativeRunner(ImmediateRunner):
             pack_again(self.native, description, self._layout)
         except KernelError as error:
             raise ConfigError(str(error)) from error
+
+    def _step(self, entries: Sequence[StepEntry], records: Sequence[Record], with_logits: Set[int]) -> NativeStep:
+        layout = self._layout
+        return NativeStep(entries, records, len(layout.groups), layout.page_size, with_logits)
 
     def _logits_for(self, rows: int) -> Tensor:
         if self._logits is None or self._logits.shape[0] < rows:

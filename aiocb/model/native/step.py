@@ -1,6 +1,6 @@
 """A step's plan as the flat arrays of the C interface. Worker thread only.
 
-Shape legend: T tokens of the step, R requests, G cache groups, B new blocks, O rows of outputs, N rows with logits, V
+Shape legend: T tokens of the step, R requests, G cache groups, B new pages, O rows of outputs, N rows with logits, V
 vocabulary.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence, Set
 
-from aiocb.kernels import KernelError
-from aiocb.kernels.interface import StepArguments
+from aiocb.kernels.interface import PAGE_SIZE, StepArguments
 from aiocb.records import Record
 from aiocb.step import StepEntry
 
@@ -18,7 +17,9 @@ __all__ = ["NativeStep"]
 
 
 class NativeStep:
-    """A plan as flat arrays; alive as long as the call. Every step brings whole block tables, for rows in plan order.
+    """A plan as flat arrays; alive as long as the call.
+
+    Block tables lie in native memory, by the row of a request: a step brings what is new of them.
 
     Attributes:
         num_outputs: rows that the output matrix is applied to, O.
@@ -27,62 +28,84 @@ class NativeStep:
     """
 
     def __init__(
-        self, entries: Sequence[StepEntry], records: Sequence[Record], num_groups: int, with_logits: Set[int]
+        self,
+        entries: Sequence[StepEntry],
+        records: Sequence[Record],
+        num_groups: int,
+        page_size: int,
+        with_logits: Set[int],
     ) -> None:
         """Args:
         entries, records: aligned.
         num_groups: of the cache.
+        page_size: tokens of a block, a multiple of the kernels' own pages.
         with_logits: positions in `entries` of those whose logits are wanted, not only their argmax.
         """
-        ids, starts, lengths, rows, slots = array("i"), array("i"), array("i"), array("i"), array("i")
-        tables = [array("i") for _ in range(num_groups)]
-        counts = array("i")
-        row = slot = 0
-        for position, (entry, record) in enumerate(zip(entries, records, strict=True)):
-            start, count, wanted = entry.num_computed_tokens, entry.num_new_tokens, entry.num_logits
+        ids: list[int] = []
+        outputs: list[int] = []
+        num_blocks: list[int] = []
+        block_starts: list[int] = []
+        tables: list[list[int]] = [[] for _ in range(num_groups)]
+        row = 0
+        for entry, record in zip(entries, records):
+            start, count, wanted, fresh = (
+                entry.num_computed_tokens, entry.num_new_tokens, entry.num_logits, entry.new_blocks,
+            )  # fmt: skip
             if count == 1:
                 ids.append(record.tokens[start])
             else:
-                ids.extend(record.tokens[start : start + count])
-            starts.append(start)
-            lengths.append(count)
+                ids += record.tokens[start : start + count]
             row += count
             if wanted == 1:
-                rows.append(row - 1)
+                outputs.append(row - 1)
             elif wanted:
-                rows.extend(range(row - wanted, row))
-            if with_logits and wanted:
-                is_written = position in with_logits
-                slots.extend(range(slot, slot + wanted) if is_written else [-1] * wanted)
-                slot += wanted if is_written else 0
-            counts.append(len(record.tables[0]))
-            for table, blocks in zip(tables, record.tables, strict=True):
-                table.extend(blocks)
-        self.num_outputs = len(rows)
-        self.num_logits = slot
-        self.argmax = array("i", bytes(4 * len(rows)))
-        self._num_blocks = len(tables[0])
-        new_blocks = array("i")
-        for table in tables:
-            new_blocks += table  # [G, B]
-        if len(new_blocks) != num_groups * self._num_blocks:
-            raise KernelError("a request's block tables are of different lengths")
-        requests = array("i", range(len(starts)))
-        self._arrays: dict[str, array[int]] = {
-            "token_ids": ids, "rows": requests, "starts": starts, "lengths": lengths, "block_counts": counts,
-            "block_starts": array("i", bytes(4 * len(starts))), "new_blocks": new_blocks, "output_rows": rows,
+                outputs += range(row - wanted, row)
+            if fresh:
+                block_starts.append(entry.block_start)
+                num_blocks.append(len(fresh[0]))
+                for table, blocks in zip(tables, fresh):
+                    table += blocks
+            else:
+                block_starts.append(record.num_blocks)
+                num_blocks.append(0)
+        pages = page_size // PAGE_SIZE
+        if pages > 1:
+            tables = [[block * pages + page for block in table for page in range(pages)] for table in tables]
+            block_starts = [start * pages for start in block_starts]
+            num_blocks = [count * pages for count in num_blocks]
+        self.num_outputs = len(outputs)
+        self.argmax = array("i", bytes(4 * len(outputs)))
+        self._num_new_blocks = len(tables[0])
+        self._arrays = {
+            "token_ids": array("i", ids),
+            "rows": array("i", [record.row for record in records]),
+            "starts": array("i", [entry.num_computed_tokens for entry in entries]),
+            "lengths": array("i", [entry.num_new_tokens for entry in entries]),
+            "block_starts": array("i", block_starts),
+            "block_counts": array("i", num_blocks),
+            "new_blocks": array("i", [block for table in tables for block in table]),  # [G, B]
+            "output_rows": array("i", outputs),
             "argmax": self.argmax,
-        }  # fmt: skip
-        self._slots = slots
+        }
+        self.num_logits = 0
+        if with_logits:
+            places = array("i")
+            for position, entry in enumerate(entries):
+                if position in with_logits:
+                    places.extend(range(self.num_logits, self.num_logits + entry.num_logits))
+                    self.num_logits += entry.num_logits
+                else:
+                    places.extend([-1] * entry.num_logits)
+            self._arrays["logit_slots"] = places
 
     def arguments(self, logits: int | None) -> StepArguments:
-        """Return the C structure; `logits` is the address of [N, V] floats, or None for the argmax only."""
-        arrays = self._arrays if logits is None else self._arrays | {"logit_slots": self._slots}
+        """Return the C structure; `logits` is the address of [N, V] floats, None where none are wanted."""
+        arrays = self._arrays
         return StepArguments(
             num_tokens=len(arrays["token_ids"]),
             num_sequences=len(arrays["starts"]),
             num_outputs=self.num_outputs,
-            num_new_blocks=self._num_blocks,
+            num_new_blocks=self._num_new_blocks,
             logits=logits,
             **{name: values.buffer_info()[0] for name, values in arrays.items()},
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.interface import ACTIVATIONS, FORMATS, ModelConfig
+from aiocb.kernels.interface import ACTIVATIONS, FORMATS, PAGE_SIZE, ModelConfig
 from aiocb.model.native.families import Experts, ModelDescription, Projection
 from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
 from aiocb.step import CacheLayout
@@ -42,7 +42,7 @@ def build_native_model(
     config = _config(description, layout)
     native = NativeModel(library, config, num_threads=num_threads, level=level)
     for group, cache in enumerate(layout.groups):
-        native.set_group(group, cache.num_blocks, len(cache.layers))
+        native.set_group(group, cache.num_blocks * layout.page_size // PAGE_SIZE, len(cache.layers))
     _pack_all(native, description, layout, copy_embedding, quantization)
     return native
 
