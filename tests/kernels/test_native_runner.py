@@ -11,7 +11,8 @@ import torch
 
 import aiocb
 from aiocb.errors import ConfigError, RequestFailed
-from aiocb.kernels import Library
+from aiocb.kernels import Library, NativeModel
+from aiocb.kernels.interface import StepArguments
 from aiocb.model.native.runner import NativeRunner
 from aiocb.model.native.sampling import NativeSampler
 from aiocb.records import Record
@@ -219,9 +220,30 @@ async def test_seeded_requests_repeat_alone_together_and_preempted(library: Libr
     preempted, count = await outputs_of(model, True, num_blocks=14, max_batch_tokens=24, safety_margin=0.0)
     assert count > 0
     assert len({tuple(one.token_ids) for one in alone}) == len(alone)
-    for others in (together, preempted):
+    large_pages, _ = await outputs_of(model, True, page_size=48)
+    for others in (together, preempted, large_pages):
         assert [one.token_ids for one in others] == [one.token_ids for one in alone]
         assert [one.logprobs for one in others] == [one.logprobs for one in alone]
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.asyncio
+async def test_steady_decode_sends_no_tables(library: Library, monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
+    """Pages are named when a block begins, by the kernels' own count, and never again."""
+    sent = []
+    step = NativeModel.step
+
+    def recorded(self: NativeModel, arguments: StepArguments) -> None:
+        sent.append(arguments.num_new_blocks)
+        step(self, arguments)
+
+    config = aiocb.EngineConfig(**CONFIG, num_blocks=20, page_size=page_size)
+    async with aiocb.Engine(make("gemma3"), config=config) as engine:
+        monkeypatch.setattr(NativeModel, "step", recorded)
+        await engine.generate(list(range(20, 45)), max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    pages = page_size // 16
+    begun = [pages * (length % page_size == 1) for length in range(26, 25 + 40)]
+    assert sent == [-(-25 // page_size) * pages, *begun]
 
 
 @pytest.mark.asyncio

@@ -207,7 +207,7 @@ def test_other_settings_take_the_whole_way(gguf_file: Path) -> None:
     for config in (
         aiocb.EngineConfig(native=False, num_blocks=64),
         aiocb.EngineConfig(attention="sdpa", num_blocks=64),
-        aiocb.EngineConfig(page_size=32, num_blocks=64),
+        aiocb.EngineConfig(page_size=24, num_blocks=64),
     ):
         result = opened(gguf_file, config)
         assert result.model is not None and "kernels" not in {choice.name for choice in result.runner.choices}
