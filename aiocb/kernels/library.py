@@ -59,6 +59,9 @@ class Library:
             function = getattr(self.calls, name)
             function.restype, function.argtypes = TYPES[result], [TYPES[kind] for kind in arguments]
 
+    def __repr__(self) -> str:
+        return f"<Library {self.path.name} [{', '.join(self.levels())}]>"
+
     def _check_layout(self) -> None:
         entry = self.calls.aiocb_layout
         entry.restype, entry.argtypes = c_char_p, [c_int32, c_void_p]

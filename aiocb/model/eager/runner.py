@@ -116,7 +116,7 @@ class TorchRunner(ImmediateRunner):
     @property
     def device_type(self) -> str:
         """Where the model is."""
-        return self._model.device.type
+        return self._adapter.device.type
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample; see `step.Runner`."""
