@@ -158,10 +158,11 @@ struct alignas(64) Pool {
       crew.threads.reserve(size_t(num_threads - 1));
       for (int t = 1; t < num_threads; ++t) crew.threads.emplace_back([this, t] { work(t); });
     } catch (const std::system_error& error) {
-      const long started = long(crew.threads.size());
+      Failure failure(kNoThread, "");
+      std::snprintf(failure.text, sizeof(failure.text), "thread %ld of %d cannot be started: %s",
+                    long(crew.threads.size()) + 2, num_threads, error.what());
       stop();
-      throw Failure(kNoThread, "thread %ld of %ld cannot be started (errno %ld)", started + 2, num_threads,
-                    error.code().value());
+      throw failure;
     } catch (...) {
       stop();
       throw;
