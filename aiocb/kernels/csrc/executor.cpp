@@ -25,8 +25,8 @@ int explain(char* error) {
   return kInternal;
 }
 
-Executor::Executor(const char* name, int num_threads, const int32_t* cores, const Team* team)
-    : level(find_level(name)), pool_(pool_create(num_threads, cores, team), pool_destroy) {
+Executor::Executor(const char* name, int num_threads, const Team* team)
+    : level(find_level(name)), pool_(pool_create(num_threads, team), pool_destroy) {
   if (!level) throw Failure(kBadShape, "this processor does not run that instruction-set level");
   scratch_.resize(size_t(pool_size(pool())), nullptr);
 }

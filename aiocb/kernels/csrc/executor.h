@@ -27,8 +27,8 @@ class Executor {
   Arena memory{size_t(32) << 20};  // what lives as long as the handle
   char error[kErrorBytes] = "";
 
-  // `name` (of a level) and `cores` may be null; `team` as in pool_create.
-  Executor(const char* name, int num_threads, const int32_t* cores, const Team* team);
+  // `name` of a level, null for the best; `team` as in pool_create.
+  Executor(const char* name, int num_threads, const Team* team);
   Executor(const Executor&) = delete;
   virtual ~Executor() {}
 
