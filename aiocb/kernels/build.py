@@ -31,6 +31,7 @@ logger = logging.getLogger("aiocb.kernels")
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
+_LEVEL = ("-O2", "-falign-functions=64")  # where the short loops lie in their cache lines is worth up to 4 %
 _AVX2 = ("-mavx2", "-mfma", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
@@ -50,13 +51,13 @@ def _units() -> tuple[Unit, ...]:
     levels: list[Unit] = []
     if platform.machine().lower() in ("x86_64", "amd64"):
         levels = [
-            Unit("avx512bf16", "level.cpp", ("-O2", "-DAIOCB_ISA=avx512bf16", *_AVX512_BF16)),
-            Unit("avx512", "level.cpp", ("-O2", "-DAIOCB_ISA=avx512", *_AVX512)),
-            Unit("avx2", "level.cpp", ("-O2", "-DAIOCB_ISA=avx2", *_AVX2)),
+            Unit("avx512bf16", "level.cpp", (*_LEVEL, "-DAIOCB_ISA=avx512bf16", *_AVX512_BF16)),
+            Unit("avx512", "level.cpp", (*_LEVEL, "-DAIOCB_ISA=avx512", *_AVX512)),
+            Unit("avx2", "level.cpp", (*_LEVEL, "-DAIOCB_ISA=avx2", *_AVX2)),
         ]
     return (
         *levels,
-        Unit("portable", "level.cpp", ("-O2", "-DAIOCB_ISA=portable")),
+        Unit("portable", "level.cpp", (*_LEVEL, "-DAIOCB_ISA=portable")),
         *(Unit(name, f"{name}.cpp", ("-O2",)) for name in _ROOMS),
     )
 

@@ -108,7 +108,7 @@ TYPES = {"p": c_void_p, "s": c_char_p, "i": c_int32, "l": c_int64, "f": c_float}
 # The result, then the arguments. Most calls take a handle and return an error code.
 SIGNATURES = {
     "aiocb_level": "s s",
-    "aiocb_create": "p psipp",
+    "aiocb_create": "p psip",
     "aiocb_destroy": "i p",
     "aiocb_error": "s p",
     "aiocb_handle_level": "s p",

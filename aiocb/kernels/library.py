@@ -9,7 +9,6 @@ Shape legend: T tokens of the step, R requests, H query heads, K key/value heads
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,7 +160,6 @@ class NativeModel(NativeHandle):
         library: the loaded library.
         config: shapes and constants; copied.
         num_threads: threads of a step, the caller included.
-        cores: one core per thread to bind to, or None to leave placement to the system.
         level: instruction-set level, None for the best of this processor.
 
     Raises:
@@ -169,19 +167,12 @@ class NativeModel(NativeHandle):
     """
 
     def __init__(
-        self,
-        library: Library,
-        config: ModelConfig,
-        *,
-        num_threads: int = 1,
-        cores: Sequence[int] | None = None,
-        level: str | None = None,
+        self, library: Library, config: ModelConfig, *, num_threads: int = 1, level: str | None = None
     ) -> None:
         self.config = config
         self._keep: list[Any] = []  # what native code borrows: the embedding's memory
-        bound = (c_int32 * num_threads)(*cores) if cores is not None else None
         name = level.encode() if level else None
-        super().__init__(library, library.calls.aiocb_create, ctypes.byref(config), name, num_threads, bound)
+        super().__init__(library, library.calls.aiocb_create, ctypes.byref(config), name, num_threads)
 
     def set_layer(self, layer: int, *, window: int, rope: int, group: int, group_layer: int, scale: float) -> None:
         """Describe one layer: window 0 is full attention, rope -1 is none."""

@@ -11,6 +11,7 @@ import torch
 
 from aiocb.kernels import KernelError, KernelUnavailable, Library, interface, load
 from aiocb.kernels.generic import GenericKernels
+from aiocb.kernels.selection import SelectArguments
 from tests.kernels.helpers import Rows, native, step_arguments
 from tests.kernels.test_kernels import _addresses
 
@@ -112,6 +113,22 @@ def test_what_is_too_large_leaves_what_was_there(library: Library) -> None:
     model.copy_block(0, 3, 1)
     with pytest.raises(KernelError, match="no block 4 in group 0"):
         model.copy_block(0, 4, 1)
+    model.close()
+
+
+def test_a_selection_that_finds_no_memory_leaves_the_steps_theirs(library: Library, level: str) -> None:
+    """Both work in the same scratch."""
+    model = native(library, level, "bfloat16")
+    weight, a = torch.randn(70, 2600).bfloat16(), torch.randn(40, 2600).bfloat16()
+    results = []
+    model.set_linear(0, "out", _addresses(weight), 2600, source_format=1, weight_format=1)
+    for _ in range(2):
+        out = torch.empty(40, 70)
+        model.check(library.calls.aiocb_linear(model.handle, 0, 1, a.data_ptr(), 5200, 40, out.data_ptr(), 70))
+        results.append(out)
+        with pytest.raises(KernelError, match=r"no memory for \d{15,} bytes"):
+            model.select(SelectArguments(vocab=1 << 45))
+    assert torch.equal(*results)
     model.close()
 
 

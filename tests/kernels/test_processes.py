@@ -79,7 +79,7 @@ def refused(call):
 def run(library: Library, program: str) -> str:
     code = PRELUDE.format(path=str(library.path)) + textwrap.dedent(program) + "\nprint('done')\n"
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=170, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.endswith("done\n")
@@ -173,8 +173,7 @@ def test_threads_that_cannot_start(library: Library, make: str) -> None:
         print(refused(lambda: {make}))
         assert num_tasks() == before
     """)  # fmt: skip
-    assert "cannot be started (errno 11)" in out
-    assert "of 64" in out
+    assert "of 64 cannot be started: Resource temporarily unavailable" in out
 
 
 def test_packing_until_no_memory_is_left(library: Library) -> None:

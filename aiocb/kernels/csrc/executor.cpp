@@ -25,17 +25,19 @@ int explain(char* error) {
   return kInternal;
 }
 
-Executor::Executor(const char* name, int num_threads, const int32_t* cores, const Team* team)
-    : level(find_level(name)), pool_(pool_create(num_threads, cores, team), pool_destroy) {
+Executor::Executor(const char* name, int num_threads, const Team* team)
+    : level(find_level(name)), pool_(pool_create(num_threads, team), pool_destroy) {
   if (!level) throw Failure(kBadShape, "this processor does not run that instruction-set level");
   scratch_.resize(size_t(pool_size(pool())), nullptr);
 }
 
 void Executor::reserve_scratch(int64_t bytes) {
   if (bytes <= scratch_bytes_) return;
-  scratch_bytes_ = 0;
-  scratch_memory_.clear();
-  for (char*& scratch : scratch_) scratch = scratch_memory_.take(bytes);
+  std::unique_ptr<Arena> memory(new Arena(size_t(1) << 20));
+  std::vector<char*> lanes(scratch_.size());
+  for (char*& lane : lanes) lane = memory->take(bytes);
+  scratch_memory_.swap(memory);
+  scratch_.swap(lanes);
   scratch_bytes_ = bytes;
 }
 

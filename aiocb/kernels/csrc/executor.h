@@ -27,8 +27,8 @@ class Executor {
   Arena memory{size_t(32) << 20};  // what lives as long as the handle
   char error[kErrorBytes] = "";
 
-  // `name` (of a level) and `cores` may be null; `team` as in pool_create.
-  Executor(const char* name, int num_threads, const int32_t* cores, const Team* team);
+  // `name` of a level, null for the best; `team` as in pool_create.
+  Executor(const char* name, int num_threads, const Team* team);
   Executor(const Executor&) = delete;
   virtual ~Executor() {}
 
@@ -48,7 +48,7 @@ class Executor {
     }, &context);
   }
 
-  // From now on, lanes have at least so many bytes.
+  // From now on, lanes have at least so many bytes; where that fails, as many as before.
   void reserve_scratch(int64_t bytes);
 
   // Cut the attention of a batch into items, long work first, and reserve their scratch.
@@ -64,7 +64,7 @@ class Executor {
 
  private:
   const std::unique_ptr<Pool, void (*)(Pool*)> pool_;
-  Arena scratch_memory_{size_t(1) << 20};
+  std::unique_ptr<Arena> scratch_memory_;
   std::vector<char*> scratch_;     // by lane
   int64_t scratch_bytes_ = 0;
   std::vector<AttentionItem> items_;

@@ -92,28 +92,20 @@ struct RowsEpilogue {
 };
 
 void paged_write(const PagedCall* call, Lane lane) {
-  if (call->format == kF32)
-    write_rows<F32Format>(*call, lane);
-  else
-    write_rows<Bf16Format>(*call, lane);
+  with_format(call->format, [&](auto format) { write_rows<decltype(format)>(*call, lane); });
 }
 
 void paged_attend(const PagedModel* model, Lane lane) {
-  if (model->call->format == kF32)
-    attend_items<F32Format>(*model, lane);
-  else
-    attend_items<Bf16Format>(*model, lane);
+  with_format(model->call->format, [&](auto format) { attend_items<decltype(format)>(*model, lane); });
 }
 
 void linear_rows(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,
                  Lane lane) {
-  if (linear->format == kF32) {
-    RowsEpilogue<float> epilogue = {out, out_stride, linear->columns, linear->bias};
-    run_linear<F32Format>(*linear, a, a_stride, rows, nullptr, lane, epilogue);
-  } else {
-    RowsEpilogue<uint16_t> epilogue = {out, out_stride, linear->columns, linear->bias};
-    run_linear<Bf16Format>(*linear, a, a_stride, rows, nullptr, lane, epilogue);
-  }
+  with_format(linear->format, [&](auto format) {
+    typedef decltype(format) F;
+    RowsEpilogue<typename F::Element> epilogue = {out, out_stride, linear->columns, linear->bias};
+    run_linear<F>(*linear, a, a_stride, rows, nullptr, lane, epilogue);
+  });
 }
 
 }  // namespace

@@ -235,10 +235,7 @@ struct Step {
 };
 
 void step(const Model* model, const Batch* batch, Lane lane) {
-  if (model->config.format == kF32)
-    Step<F32Format>(*model, *batch, lane).run();
-  else
-    Step<Bf16Format>(*model, *batch, lane).run();
+  with_format(model->config.format, [&](auto format) { Step<decltype(format)>(*model, *batch, lane).run(); });
 }
 
 // The common case: move the bits. A cache line of every row at a time, so that what is written stays in L1.
@@ -295,43 +292,33 @@ void pack(const Linear* linear, const PackArgs* args, Lane lane) {
 }
 
 // `qkv` was filled by the caller: rotate, write the cache, attend.
-template <class F>
-void attend_only(const Model& model, const Batch& batch, int layer, const Lane& lane) {
-  const Step<F> step(model, batch, lane);
-  step.rotations();
-  pool_barrier(model.pool);
-  step.place(model.layers[layer]);
-  pool_barrier(model.pool);
-  step.attend(model.layers[layer], 0);
-}
-
 void attention(const Model* model, const Batch* batch, int layer, Lane lane) {
-  if (model->config.format == kF32)
-    attend_only<F32Format>(*model, *batch, layer, lane);
-  else
-    attend_only<Bf16Format>(*model, *batch, layer, lane);
+  with_format(model->config.format, [&](auto format) {
+    const Step<decltype(format)> step(*model, *batch, lane);
+    step.rotations();
+    pool_barrier(model->pool);
+    step.place(model->layers[layer]);
+    pool_barrier(model->pool);
+    step.attend(model->layers[layer], 0);
+  });
 }
 
 // `a` is of `format`, which differs from the linear's only for int8.
 void linear(const Linear* linear, int format, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
             Lane lane) {
   StoreEpilogue epilogue = {out, out_stride, linear->columns, linear->bias};
-  const char* rows_of_a = static_cast<const char*>(a);
-  if (format == kF32)
-    run_linear<F32Format>(*linear, rows_of_a, a_stride, rows, nullptr, lane, epilogue);
-  else
-    run_linear<Bf16Format>(*linear, rows_of_a, a_stride, rows, nullptr, lane, epilogue);
+  with_format(format, [&](auto f) {
+    run_linear<decltype(f)>(*linear, static_cast<const char*>(a), a_stride, rows, nullptr, lane, epilogue);
+  });
 }
 
 void norm(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format, char* out,
           int64_t out_stride) {
-  for (int r = 0; r < rows; ++r) {
-    if (format == kF32)
-      norm_row(*norm, is_layer_norm, eps, x + int64_t(r) * width, width, reinterpret_cast<float*>(out + r * out_stride));
-    else
-      norm_row(*norm, is_layer_norm, eps, x + int64_t(r) * width, width,
-               reinterpret_cast<uint16_t*>(out + r * out_stride));
-  }
+  with_format(format, [&](auto f) {
+    typedef typename decltype(f)::Element E;
+    for (int r = 0; r < rows; ++r)
+      norm_row(*norm, is_layer_norm, eps, x + int64_t(r) * width, width, reinterpret_cast<E*>(out + r * out_stride));
+  });
 }
 
 void activation(int kind, const float* gate, const float* up, int count, float* out) {

@@ -6,8 +6,7 @@
 
 namespace aiocb {
 
-Handle::Handle(const Config& config, const char* level, int num_threads, const int32_t* cores)
-    : Executor(level, num_threads, cores, nullptr) {
+Handle::Handle(const Config& config, const char* level, int num_threads) : Executor(level, num_threads, nullptr) {
   plain.config = config;
   plain.pool = pool();
   plain.layers = memory.take<Layer>(config.num_layers);
@@ -124,14 +123,12 @@ void set_linear(Handle* handle, int layer, int slot, const char* const* rows, in
     if (!target->data) --experts->num_missing;
   }
   *target = linear;
-  if (depth > handle->deepest) handle->deepest = depth;
-  if (format == kInt8) {
-    const int64_t groups = (depth + kInt8Group - 1) / kInt8Group;
-    const int64_t row = (groups * (kInt8Group + 8) + 63) / 64 * 64 + kRowPad;  // bytes, a scale and a start per group
-    if (row > handle->int8.row_stride) {
-      handle->int8.row_stride = row;
-      handle->max_tokens = handle->max_outputs = 0;  // buffers are too small now
-    }
+  const int64_t groups = format == kInt8 ? (depth + kInt8Group - 1) / kInt8Group : 0;
+  const int64_t row = groups ? (groups * (kInt8Group + 8) + 63) / 64 * 64 + kRowPad : 0;  // bytes, scales and starts too
+  if (depth > handle->deepest || row > handle->int8.row_stride) {
+    if (depth > handle->deepest) handle->deepest = depth;
+    if (row > handle->int8.row_stride) handle->int8.row_stride = row;
+    handle->max_tokens = handle->max_outputs = 0;  // buffers are too small now
   }
 }
 
@@ -165,11 +162,10 @@ char* block_address(const Handle* handle, int group, int block) {
 using namespace aiocb;
 
 // Null where it fails, with the reason in `error` [kErrorBytes].
-AIOCB_API Executor* aiocb_create(const Config* config, const char* level, int num_threads, const int32_t* cores,
-                                 char* error) {
+AIOCB_API Executor* aiocb_create(const Config* config, const char* level, int num_threads, char* error) {
   try {
     check_config(*config);
-    return new Handle(*config, level, num_threads, cores);
+    return new Handle(*config, level, num_threads);
   } catch (...) {
     explain(error);
     return nullptr;

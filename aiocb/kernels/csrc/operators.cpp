@@ -85,7 +85,7 @@ using namespace aiocb;
 // Null where it fails, with the reason in `error` [kErrorBytes]. `team` is null for threads of our own.
 AIOCB_API Executor* aiocb_generic_create(const char* level, int num_threads, const Team* team, char* error) {
   try {
-    return new Generic(level, num_threads, nullptr, team);
+    return new Generic(level, num_threads, team);
   } catch (...) {
     explain(error);
     return nullptr;

@@ -13,9 +13,6 @@
 #include <vector>
 
 #include "failure.h"
-#if defined(__linux__)
-#include <sched.h>
-#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -58,18 +55,6 @@ class FlushDenormals {
 #endif
 };
 
-void bind_to_core(int core) {
-#if defined(__linux__)
-  if (core < 0) return;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(core, &set);
-  pthread_setaffinity_np(pthread_self(), sizeof(set), &set);  // best effort: a cpuset may forbid it
-#else
-  (void)core;
-#endif
-}
-
 // A forked child has the caller's thread and no other. It counts here, and remembers which thread went on.
 std::atomic<uint32_t> num_forks{0};
 std::atomic<pthread_t> survivor{};
@@ -104,8 +89,6 @@ struct Crew {
 
 struct alignas(64) Pool {
   int num_threads = 1;
-  std::vector<int32_t> cores;
-  bool is_caller_bound = false;
   Team team = {};
   uint32_t process = 0;  // that the crew's threads live in, 0: there are none
   std::unique_ptr<std::atomic<int>[]> counters;
@@ -113,7 +96,6 @@ struct alignas(64) Pool {
   Crew crew;
 
   void work(int thread) {
-    if (!cores.empty()) bind_to_core(cores[size_t(thread)]);
     uint32_t seen = 0;
     for (;;) {
       const double deadline = pool_now() + kSpinSeconds;
@@ -152,16 +134,16 @@ struct alignas(64) Pool {
   void start() {
     new (&crew) Crew;
     process = pool_process();
-    is_caller_bound = false;
     if (team.parallel) return;
     try {
       crew.threads.reserve(size_t(num_threads - 1));
       for (int t = 1; t < num_threads; ++t) crew.threads.emplace_back([this, t] { work(t); });
     } catch (const std::system_error& error) {
-      const long started = long(crew.threads.size());
+      Failure failure(kNoThread, "");
+      std::snprintf(failure.text, sizeof(failure.text), "thread %ld of %d cannot be started: %s",
+                    long(crew.threads.size()) + 2, num_threads, error.what());
       stop();
-      throw Failure(kNoThread, "thread %ld of %ld cannot be started (errno %ld)", started + 2, num_threads,
-                    error.code().value());
+      throw failure;
     } catch (...) {
       stop();
       throw;
@@ -178,11 +160,10 @@ struct alignas(64) Pool {
   }
 };
 
-Pool* pool_create(int num_threads, const int32_t* cores, const Team* team) {
+Pool* pool_create(int num_threads, const Team* team) {
   watch_forks();
   std::unique_ptr<Pool> pool(new Pool);
   pool->num_threads = num_threads < 1 ? 1 : num_threads;
-  if (cores) pool->cores.assign(cores, cores + pool->num_threads);
   if (team) pool->team = *team;
   pool->start();
   return pool.release();
@@ -203,10 +184,6 @@ void pool_revive(Pool* pool) {
 
 void pool_run(Pool* pool, Region region, void* context) {
   pool_revive(pool);
-  if (!pool->cores.empty() && !pool->is_caller_bound) {
-    bind_to_core(pool->cores[0]);
-    pool->is_caller_bound = true;
-  }
   FlushDenormals flush;
   // GNU's runtime would wait for ever for the dead threads of the one that a fork left over; others get new ones from it.
   const bool is_lost = pool->team.parallel && pool_process() > 1 && pthread_equal(survivor.load(), pthread_self());

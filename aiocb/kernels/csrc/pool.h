@@ -17,8 +17,8 @@ struct Team {
   int (*size)();                                                                                // omp_get_num_threads
 };
 
-// `cores`: one per thread, or null. `team`: null for threads of our own. Throws Failure where a thread cannot be started.
-Pool* pool_create(int num_threads, const int32_t* cores, const Team* team);
+// `team`: null for threads of our own. Throws Failure where a thread cannot be started.
+Pool* pool_create(int num_threads, const Team* team);
 void pool_destroy(Pool* pool);
 int pool_size(const Pool* pool);
 // Before a region whose failure would come too late: in a forked child, start threads that are not there. Throws Failure.

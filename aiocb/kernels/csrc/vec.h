@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "model.h"
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
@@ -30,7 +32,6 @@ namespace aiocb {
 namespace AIOCB_ISA {
 
 AIOCB_INLINE void prefetch_l2(const void* address) { __builtin_prefetch(address, 0, 2); }
-AIOCB_INLINE void prefetch_l1(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 AIOCB_INLINE float bf16_to_float(uint16_t value) {
   uint32_t bits = uint32_t(value) << 16;
@@ -305,6 +306,15 @@ struct Bf16Format {
   static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a, b, acc); }
 #endif
 };
+
+// work(F()) of the format that activations and cache have.
+template <class Work>
+AIOCB_INLINE void with_format(int format, const Work& work) {
+  if (format == kF32)
+    work(F32Format());
+  else
+    work(Bf16Format());
+}
 
 // Bytes of a k step of the operand that is broadcast.
 template <class F>

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiocb.kernels.interface import QK_NORMS
 from aiocb.model.native.inspection import Unsupported, activation_of, require, require_untouched
 
 if TYPE_CHECKING:
@@ -389,8 +390,8 @@ def _epsilon(norm: Any) -> float:
 def _qk_norm(attention: Any, head_dim: int) -> int:
     if not hasattr(attention, "q_norm"):
         require(not getattr(attention, "qk_layernorm", False), "layer norm on queries and keys")
-        return 0
-    return 1 if attention.q_norm.weight.numel() == head_dim else 2
+        return QK_NORMS["none"]
+    return QK_NORMS["per_head" if attention.q_norm.weight.numel() == head_dim else "full_width"]
 
 
 def _ropes(rotary: Any) -> tuple[list[tuple[Tensor, float]], dict[str, int]]:
