@@ -89,7 +89,7 @@ class Chat:
         read = make_reader()
         is_typed = sys.stdin is not None and sys.stdin.isatty()
         num_answered = num_failed = num_interrupts = 0
-        with open_engine(self._options) as (runner, engine):
+        with open_engine(self._options) as (run, engine):
             if getattr(engine.tokenizer, "chat_template", None) is None:
                 raise ConfigError(
                     f"{self._options.model} has no chat template (a base model?); "
@@ -100,6 +100,18 @@ class Chat:
             while num_interrupts < 2:
                 try:
                     text = read().rstrip("\n")
+                    num_interrupts = 0
+                    if text.startswith("/"):
+                        if not self._command(text):
+                            break
+                    elif text.strip():
+                        num_interrupts = run(self._answer(engine, text))
+                        num_answered += 1
+                        if num_interrupts and not is_typed:
+                            return INTERRUPTED
+                except RequestError as error:
+                    num_failed += 1
+                    self._error(str(error))
                 except EOFError:
                     break
                 except KeyboardInterrupt:
@@ -107,20 +119,6 @@ class Chat:
                         raise
                     num_interrupts += 1
                     self._note("Ctrl-C once more, or Ctrl-D leaves.")
-                    continue
-                num_interrupts = 0
-                if text.startswith("/"):
-                    if not self._command(text):
-                        break
-                elif text.strip():
-                    try:
-                        num_interrupts = runner.run(self._answer(engine, text))
-                        num_answered += 1
-                        if num_interrupts and not is_typed:
-                            return INTERRUPTED
-                    except RequestError as error:
-                        num_failed += 1
-                        self._error(str(error))
         if is_typed:
             return int(num_failed > 0 and not num_answered)
         if not num_answered and not num_failed:

@@ -80,11 +80,11 @@ class Run:
 
     def run(self) -> int:
         """Run all prompts; return the exit code: 1 when any has failed, 130 after Ctrl-C."""
-        with open_engine(self._options) as (runner, engine):
+        with open_engine(self._options) as (run, engine):
             if getattr(engine.tokenizer, "chat_template", None) is None:
                 self._raw = True
             started = time.perf_counter()
-            runner.run(self._stream_all(engine))
+            run(self._stream_all(engine))
             seconds = time.perf_counter() - started
         print(summarize(self._columns, seconds))
         if self._num_interrupts:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aiocb.errors import AiocbError, ConfigError
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "INTERRUPTED",
     "ModelOptions",
+    "Run",
     "build_engine",
     "context_len",
     "count_tokens",
@@ -30,6 +32,8 @@ __all__ = [
     "quieten",
     "sampling_arguments",
 ]
+
+T = TypeVar("T")
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -97,29 +101,75 @@ def build_engine(options: ModelOptions, progress: Callable[[str, float], None] |
     )
 
 
-@contextlib.contextmanager
-def open_engine(options: ModelOptions) -> Iterator[tuple[asyncio.Runner, Engine]]:
-    """Load the model behind a spinner; yield a loop (not running) and the running engine.
+class Run(Protocol):
+    """Runs a coroutine to its end on a loop that stands still otherwise."""
 
-    The loop stands still between the calls of `runner.run`. So a chat can read its next line in the main thread with
-    its line editor and the ordinary Ctrl-C, and no thread has to be stuck in `input` when the program ends.
+    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> T:
+        """Ctrl-C cancels it.
+
+        Raises:
+            KeyboardInterrupt: it was pressed, and nothing inside has dealt with it.
+        """
+
+
+@contextlib.contextmanager
+def open_engine(options: ModelOptions) -> Iterator[tuple[Run, Engine]]:
+    """Load the model behind a spinner; yield what runs coroutines, and the running engine.
+
+    The loop stands still between the calls of `Run`. So a chat can read its next line in the main thread with its line
+    editor and the ordinary Ctrl-C, and no thread has to be stuck in `input` when the program ends.
 
     Raises:
         ConfigError: the model cannot be loaded.
     """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    runner = asyncio.Runner(loop_factory=_loop_factory())
+    run = functools.partial(_run, runner)
+    try:
         with _spinner(f"Loading {options.model}") as progress:
             try:
                 engine = build_engine(options, progress)
-                runner.run(engine.__aenter__())
+                run(engine.__aenter__())
             except AiocbError:
                 raise
             except Exception as error:  # whatever a library has against the model or the device
                 raise ConfigError(f"cannot load {options.model}: {type(error).__name__}: {error}") from error
         try:
-            yield runner, engine
+            yield run, engine
         finally:
-            runner.run(engine.__aexit__(None, None, None))
+            run(engine.__aexit__(None, None, None))
+    finally:
+        with on_interrupt(lambda: None):
+            runner.close()
+
+
+def _run(runner: asyncio.Runner, coroutine: Coroutine[Any, Any, T]) -> T:
+    """See `Run`. An exception that a signal raises between two callbacks would leave the loop unusable."""
+    task: asyncio.Task[Any] | None = None
+    is_pressed = False
+
+    async def main() -> T:
+        nonlocal task
+        task = asyncio.current_task()
+        if is_pressed:
+            coroutine.close()
+            raise asyncio.CancelledError
+        return await coroutine
+
+    def interrupt() -> None:
+        nonlocal is_pressed
+        is_pressed = True
+        if task is not None:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    with on_interrupt(interrupt):
+        try:
+            result = runner.run(main())
+        except asyncio.CancelledError:
+            if not is_pressed:
+                raise
+    if is_pressed:
+        raise KeyboardInterrupt
+    return result
 
 
 def context_len(engine: Engine) -> int:
