@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import shutil
@@ -14,7 +15,7 @@ import pytest
 import torch
 import transformers.utils.logging as transformers_logging
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import aiocb.model.load.gguf as gguf_module
 from aiocb.config import Choice, EngineConfig
@@ -124,6 +125,21 @@ class TestGguf:
         for thread in threads:
             thread.join()
         assert len(calls) == 1 and len(folders(gguf_file)) == 1
+
+    def test_modules_made_meanwhile_are_initialised(self, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        load(str(gguf_file), device="cpu")
+        cls: Any = LlamaForCausalLM
+        made, others = cls._from_config, []
+
+        def beside(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.Thread(target=lambda: others.append(torch.nn.LayerNorm(64)))
+            thread.start()
+            thread.join()
+            return made(*args, **kwargs)
+
+        monkeypatch.setattr(LlamaForCausalLM, "_from_config", beside)
+        load(str(gguf_file), device="cpu")
+        assert torch.equal(others[0].weight, torch.ones(64))
 
 
 class TestKeptWeights:
@@ -339,6 +355,28 @@ class TestNames:
         for thread in set(threading.enumerate()) - alive:
             thread.join(5)  # transformers does not wait for its loading threads
             assert not thread.is_alive(), thread
+
+    def test_one_model_is_made_at_a_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Transformers replaces functions of its own meanwhile; threads that overlap put back each other's."""
+        tiny("llama").save_pretrained(tmp_path)
+        tie_weights, made, both = (
+            PreTrainedModel.tie_weights,
+            AutoModelForCausalLM.from_pretrained,
+            threading.Barrier(2),
+        )
+
+        def meeting(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)
+            return made(*args, **kwargs)
+
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", meeting)
+        threads = [threading.Thread(target=load, args=(str(tmp_path),), kwargs={"device": "cpu"}) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert both.broken and PreTrainedModel.tie_weights is tie_weights
 
 
 def _bars() -> bool:

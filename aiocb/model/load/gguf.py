@@ -1,7 +1,7 @@
 """GGUF files: dequantised once to a chosen dtype, kept on disk, loaded back without the slow paths.
 
 The cache holds one sealed folder per (content, dtype): `config.json`, `generation_config.json`, the tokenizer's files,
-and `weights.safetensors` with the model's own state dict and, where the file changes them, its rotary frequencies.
+and `weights.safetensors` with the model's state dict and the buffers that are no part of one (rotary frequencies).
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from aiocb.model.load.problems import explained
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["MAGIC", "WEIGHTS", "GgufSource", "find_package", "folder_of", "has_magic", "is_whole", "load_gguf"]
+__all__ = ["WEIGHTS", "GgufSource", "find_package", "folder_of", "has_magic", "is_whole", "load_gguf"]
 
 logger = logging.getLogger("aiocb.model")
 
-FORMAT = 3
-MAGIC = b"GGUF"
+FORMAT = 4
 WEIGHTS = "weights.safetensors"
 
 Progress = Callable[[str, float], None]
@@ -102,7 +101,7 @@ def has_magic(path: Path) -> bool:
         ConfigError: it cannot be read.
     """
     with explained(f"read {path}"), path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+        return file.read(4) == b"GGUF"
 
 
 def folder_of(source: GgufSource, dtype: torch.dtype) -> Path:
@@ -162,7 +161,7 @@ def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Pro
 
     progress("convert", 0.0)
     with files.make_folder(folder, _maker()) as scratch, source.open_file(scratch) as path:
-        convert(path, scratch, dtype, progress)
+        convert(path, scratch, WEIGHTS, dtype, progress)
     _remove_old(folder.parent)
     progress("convert", 1.0)
 
@@ -175,27 +174,25 @@ def _remove_old(parent: Path) -> None:
 
 
 def _load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
-    """Build the module tree without initialising it and put the mapped weights in: 0.1 s instead of 1."""
+    """Build the module tree without memory and put the mapped weights in: 0.1 s instead of 1."""
     import transformers
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
-    from transformers.initialization import no_init_weights
 
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(folder)
     architecture: Any = getattr(transformers, values["architectures"][0])
-    with no_init_weights():
+    with torch.device("meta"):
         model: Any = architecture._from_config(config, dtype=dtype)
     weights = load_file(folder / WEIGHTS)
-    missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
+    _, others = model.load_state_dict(weights, strict=False, assign=True)
+    for name in others:
+        owner, _, buffer = name.rpartition(".")
+        model.get_submodule(owner).register_buffer(buffer, weights[name], persistent=False)
     model.tie_weights()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    for name in [name for name in unexpected if name.endswith(".inv_freq")]:
-        owner = model.get_submodule(name.rpartition(".")[0])
-        owner.register_buffer("inv_freq", weights[name], persistent=False)
-        unexpected.remove(name)
-    if unexpected or set(missing) - tied:
-        raise ConfigError(f"{folder} does not match {type(model).__name__}")
+    missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    if missing:
+        raise ConfigError(f"{folder} has no {missing[0]}, which {type(model).__name__} needs")
     model.requires_grad_(False)
     model.eval()
     with contextlib.suppress(OSError):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from aiocb.errors import ConfigError
-from aiocb.model.load.gguf import WEIGHTS
 from aiocb.model.load.gguf_file import GgufFile, read_gguf
 from aiocb.model.load.gguf_keys import amend_config, check_keys, frequency_factors, generation_values, is_unused
 from aiocb.model.load.gguf_tokenizer import build_tokenizer, wrong_sample
@@ -27,8 +26,10 @@ __all__ = ["convert"]
 _FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
-def convert(path: Path, folder: Path, dtype: torch.dtype, progress: Callable[[str, float], None]) -> None:
-    """Dequantise the file at `path` into `folder`.
+def convert(
+    path: Path, folder: Path, weights_name: str, dtype: torch.dtype, progress: Callable[[str, float], None]
+) -> None:
+    """Dequantise the file at `path` into `folder`, its tensors into the file of that name there.
 
     Raises:
         ConfigError: it is damaged, or says something that cannot be honoured; the message names it.
@@ -51,7 +52,7 @@ def convert(path: Path, folder: Path, dtype: torch.dtype, progress: Callable[[st
     except Exception as error:
         raise ConfigError(f"cannot convert {path}: {type(error).__name__}: {error}") from error
     progress("convert", 0.9)
-    _write(model, file, folder)
+    _write(model, file, folder, weights_name)
 
 
 def _dequantised(file: GgufFile, dtype: torch.dtype) -> Any:
@@ -145,7 +146,7 @@ def _set_frequencies(model: Any, file: GgufFile) -> None:
             rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
 
 
-def _write(model: Any, file: GgufFile, scratch: Path) -> None:
+def _write(model: Any, file: GgufFile, scratch: Path, weights_name: str) -> None:
     """Write the module's configuration and weights, and see that the tokenizer does what its kind must do."""
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
@@ -162,12 +163,10 @@ def _write(model: Any, file: GgufFile, scratch: Path) -> None:
         raise ConfigError(f"{file.path}: the tokenizer that was made of it does not fit its kind: {wrong}")
     seen: set[int] = set()
     weights = {}
-    for name, tensor in model.state_dict().items():
-        # Tied weights are stored once and tied again after loading.
+    # What is no part of a state dict too: a file may change it. Tied weights are stored once and tied after loading.
+    for name, tensor in (model.state_dict() | dict(model.named_buffers())).items():
         if tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())
         weights[name] = tensor.contiguous()
-    # They are no part of a state dict, and a file may change them.
-    weights |= {name: tensor for name, tensor in model.named_buffers() if name.endswith(".inv_freq")}
-    save_file(weights, scratch / WEIGHTS)
+    save_file(weights, scratch / weights_name)

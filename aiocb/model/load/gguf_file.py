@@ -17,10 +17,10 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from aiocb.errors import ConfigError
-from aiocb.model.load.gguf import MAGIC, has_magic
 
 __all__ = ["GgufFile", "TensorInfo", "read_gguf"]
 
+_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -124,11 +124,12 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         ConfigError: it is no GGUF file, of a version that is not known, or shorter than it says.
     """
-    if not has_magic(path):
-        raise ConfigError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(path, data)
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ConfigError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _read(path, data)
     except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, KeyError, ValueError) as error:
         raise ConfigError(
             f"{path} is damaged or cut short ({type(error).__name__}: {error}); download it again"
@@ -138,7 +139,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read(path: Path, data: mmap.mmap) -> GgufFile:
-    cursor = _Cursor(data, len(MAGIC))
+    cursor = _Cursor(data, len(_MAGIC))
     version = cursor.number("<I")
     if version not in _VERSIONS:
         raise ConfigError(

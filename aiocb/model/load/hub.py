@@ -10,6 +10,7 @@ import contextlib
 import gc
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -119,7 +120,7 @@ def load(
     """
     report: Progress = progress if progress is not None else _ignore
     report("import", 0.0)
-    with quiet():
+    with _loading, quiet():
         import transformers  # noqa: F401
 
         from aiocb.model.load import gguf
@@ -321,6 +322,12 @@ def _load_tokenizer(repository: str, kwargs: dict[str, Any]) -> tuple[Any, Choic
             return None, Choice("tokenizer", "none", "the folder has none: prompts are token ids")
         logger.warning("the tokenizer of %s cannot be loaded, prompts must be token ids: %s", repository, reason(error))
         return None, Choice("tokenizer", "none", f"it cannot be loaded, prompts are token ids ({reason(error)})")
+
+
+_loading = threading.Lock()
+"""Held while transformers makes a model: it replaces functions of its own for that time, and two threads that overlap
+put back each other's replacements: from then on no model of the process has its weights tied.
+"""
 
 
 @contextlib.contextmanager

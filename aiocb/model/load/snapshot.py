@@ -55,7 +55,7 @@ def snapshot_folder(found: Found, library: Library, quantization: str | None) ->
         importlib.metadata.version("transformers"),
         _own_sources(),
         library.path.name,
-        library.level(),
+        library.instruction_set(),
         found.identity,
         quantization,
     ):
