@@ -76,7 +76,7 @@ class BlockPool:
             self.num_free -= 1
         self._refs[block] += 1
 
-    def release(self, block: int, *, reuse_first: bool = False) -> None:
+    def free(self, block: int, *, reuse_first: bool = False) -> None:
         """Drop a reference; the last one frees the block.
 
         Args:
@@ -85,7 +85,7 @@ class BlockPool:
         """
         count = self._refs[block] - 1
         if count < 0 or block == NULL_BLOCK:
-            raise RuntimeError(f"block {block} was released more often than retained")
+            raise RuntimeError(f"block {block} was freed more often than retained")
         self._refs[block] = count
         if count:
             return

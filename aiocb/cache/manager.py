@@ -397,7 +397,7 @@ class CacheManager:
 
     def _release(self, g: int, block: int) -> None:
         if block != NULL_BLOCK:
-            self.pools[g].release(block, reuse_first=not self.indices[g].is_published(block))
+            self.pools[g].free(block, reuse_first=not self.indices[g].is_published(block))
 
     def _drop_out_of_window(self, sequence: CachedSequence) -> None:
         for g in self._sliding:

@@ -150,11 +150,11 @@ class LoopBridge:
             # Only now, when the worker can see this place: it forgets bridges in which nobody waits. And the worker
             # reads `is_waiting_for_room` after it made room, so look again.
             watch(future)
-            line.admit()
+            line.let_in()
             await future
         except BaseException:
             line.leave(place)
-            line.admit()
+            line.let_in()
             raise
         finally:
             self._waiters.discard(future)
@@ -197,7 +197,7 @@ class LoopBridge:
     def _deliver(self, batch: list[Delta]) -> None:
         for lane, token_ids, text, logprobs, end in batch:
             lane.push(token_ids, text, logprobs, end)
-        self.line.admit()
+        self.line.let_in()
 
     async def _dispatch(self, receive: MemoryObjectReceiveStream[list[Delta]]) -> None:
         try:

@@ -20,11 +20,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from aiocb.config import Choice, EngineConfig
-from aiocb.engine.admission import Prompt, StreamSpec
 from aiocb.engine.batch import CompletionIterator, run_batch
 from aiocb.engine.bridge import Signal
 from aiocb.engine.core import EngineCore
 from aiocb.engine.holders import Holders
+from aiocb.engine.prepare import Prompt, StreamSpec
 from aiocb.engine.session import Session
 from aiocb.engine.settings import refuse_unbuilt
 from aiocb.engine.source import LoadedSource, PretrainedSource, Progress, RunnerSource, Source

@@ -21,8 +21,8 @@ from aiocb.engine.worker import Worker
 from aiocb.errors import EngineClosed
 
 if TYPE_CHECKING:
-    from aiocb.engine.admission import Limits
     from aiocb.engine.core import Command
+    from aiocb.engine.prepare import Limits
     from aiocb.engine.source import Built, Source
     from aiocb.engine.stats import EngineState
     from aiocb.text.processor import TextProcessor

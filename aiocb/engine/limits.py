@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiocb.cache.manager import CacheManager
 from aiocb.config import Choice, EngineConfig
-from aiocb.engine.admission import Limits
+from aiocb.engine.prepare import Limits
 from aiocb.errors import ConfigError
 from aiocb.scheduler.scheduler import Scheduler
 

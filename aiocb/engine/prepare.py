@@ -1,4 +1,4 @@
-"""From what a user passes to a checked plan. `StreamSpec` is made on the event loop; the rest runs in the encoder.
+"""From what a user passes to what is submitted. `StreamSpec` is made on the event loop, the rest in the encoder.
 
 Everything that can be refused is refused here, before the worker hears of the request.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiocb.text.output import TextOutput
     from aiocb.text.processor import TextProcessor
 
-__all__ = ["Limits", "Plan", "Prompt", "StreamSpec", "plan_request", "prepare"]
+__all__ = ["Limits", "Prepared", "Prompt", "StreamSpec", "prepare", "prepare_tokens"]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Any
 """Text, token ids (list, 1-D tensor, a tokenizer's encoding), or chat messages."""
@@ -103,7 +103,7 @@ class StreamSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Prepared:
     """What will be submitted: resolved parameters, the checked prompt and the room it may take.
 
     Attributes:
@@ -119,7 +119,7 @@ class Plan:
     texts: tuple[TextOutput, ...] = ()
 
 
-def prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Plan:
+def prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
     """Do everything that comes before the queue: resolve, render, encode, check, and make ready what makes text.
 
     Raises:
@@ -134,7 +134,7 @@ def prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Plan:
         raise InvalidRequest(f"this request cannot be prepared: {explain(error)}") from error
 
 
-def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Plan:
+def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
     sampling = _resolve(spec.sampling, limits, text)
     keep = sampling.truncate_prompt_tokens
     prompt = spec.prompt
@@ -157,20 +157,20 @@ def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Plan:
         chat_template_kwargs=spec.chat_template_kwargs,
         parse_special_tokens=sampling.parse_special_tokens,
     )
-    plan = _fit(spec, sampling, ids if keep is None else ids[-keep:], limits)
+    prepared = _fit(spec, sampling, ids if keep is None else ids[-keep:], limits)
     if not (sampling.detokenize and text.has_tokenizer):
-        return plan
-    silent = plan.drop_output or plan.max_output_tokens == 0
+        return prepared
+    silent = prepared.drop_output or prepared.max_output_tokens == 0
     if silent:  # no text but that of the prompt, in which nothing is searched
         sampling = dataclasses.replace(sampling, stop=())
-    texts = text.make_outputs(sampling, plan.prompt_token_ids, plan.sampling.n)
+    texts = text.make_outputs(sampling, prepared.prompt_token_ids, prepared.sampling.n)
     if silent:
         for output in texts:
             output.flush()
-    return dataclasses.replace(plan, texts=texts)
+    return dataclasses.replace(prepared, texts=texts)
 
 
-def plan_request(spec: StreamSpec, prompt_token_ids: list[int], limits: Limits, text: TextProcessor) -> Plan:
+def prepare_tokens(spec: StreamSpec, prompt_token_ids: list[int], limits: Limits, text: TextProcessor) -> Prepared:
     """Resolve parameters and check every length against the model and the cache; for who brings a checked prompt.
 
     Raises:
@@ -219,20 +219,20 @@ def _check_sizes(sampling: SamplingParams, most: int) -> None:
             )
 
 
-def _fit(spec: StreamSpec, sampling: SamplingParams, prompt_token_ids: list[int], limits: Limits) -> Plan:
+def _fit(spec: StreamSpec, sampling: SamplingParams, prompt_token_ids: list[int], limits: Limits) -> Prepared:
     room, what = _check_room(len(prompt_token_ids), sampling, limits)
     wanted = sampling.max_new_tokens
     if wanted == 0:
         if sampling.prompt_logprobs is None:
-            return Plan(sampling, prompt_token_ids, 0)
+            return Prepared(sampling, prompt_token_ids, 0)
         sampling = dataclasses.replace(sampling, max_new_tokens=1, n=1)
-        return Plan(sampling, prompt_token_ids, 1, drop_output=True)
+        return Prepared(sampling, prompt_token_ids, 1, drop_output=True)
     if spec.sampling.max_new_tokens is not None and wanted is not None and wanted > room:
         raise InvalidRequest(
             f"max_new_tokens={show_value(wanted)} after a prompt of {len(prompt_token_ids)} tokens is over {what}; "
             f"at most {room} fit"
         )
-    return Plan(sampling, prompt_token_ids, room if wanted is None else min(wanted, room))
+    return Prepared(sampling, prompt_token_ids, room if wanted is None else min(wanted, room))
 
 
 def _check_room(num_prompt: int, sampling: SamplingParams, limits: Limits) -> tuple[int, str]:

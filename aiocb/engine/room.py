@@ -2,8 +2,8 @@
 
 ```
 loop thread                                │ worker thread
-Line.try_enter ─► entered ── submit ───────┼─► admitted, refused or cancelled: `num_left` grows
-Line.join ─► waits ─► admit() ─► reserved ─┼─◄ the step's batch says that there is news
+Line.try_enter ─► entered ── submit ───────┼─► running, refused or cancelled: `num_left` grows
+Line.join ─► waits ─► let_in() ► reserved ─┼─◄ the step's batch says that there is news
 ```
 
 Everything is synchronous and has one writer: a line its own thread, `num_left` the worker. A number that is read late
@@ -21,14 +21,14 @@ __all__ = ["Line", "Place", "Room"]
 
 
 class Place:
-    """Where a submission stands in line; `admit` is called once there is room for its `count` requests."""
+    """Where a submission stands in line; `let_in` is called once there is room for its `count` requests."""
 
-    __slots__ = ("admit", "count", "is_admitted")
+    __slots__ = ("count", "is_let_in", "let_in")
 
-    def __init__(self, count: int, admit: Callable[[], None]) -> None:
+    def __init__(self, count: int, let_in: Callable[[], None]) -> None:
         self.count = count
-        self.admit = admit
-        self.is_admitted = False
+        self.let_in = let_in
+        self.is_let_in = False
 
 
 class Line:
@@ -44,7 +44,7 @@ class Line:
         self._room = room
         self._places: deque[Place] = deque()
         self.num_entered = 0
-        self._num_reserved = 0  # for those that were admitted from the line and have not entered yet
+        self._num_reserved = 0  # for those that were let in from the line and have not entered yet
 
     @property
     def is_waiting(self) -> bool:
@@ -64,24 +64,24 @@ class Line:
         """Count requests that are handed to the worker now."""
         self.num_entered += count
 
-    def join(self, count: int, admit: Callable[[], None]) -> Place:
-        """Stand in line. Ask the worker for news next, and then call `admit`: it looks only where somebody waits."""
-        place = Place(count, admit)
+    def join(self, count: int, let_in: Callable[[], None]) -> Place:
+        """Stand in line. Ask the worker for news next, and then call `let_in`: it looks only where somebody waits."""
+        place = Place(count, let_in)
         self._places.append(place)
         return place
 
-    def admit(self) -> None:
+    def let_in(self) -> None:
         """Let in, from the front, those for whom there is room."""
         while self._places and self._room.has_room(self._places[0].count):
             place = self._places.popleft()
-            place.is_admitted = True
+            place.is_let_in = True
             self._num_reserved += place.count
-            place.admit()
+            place.let_in()
 
     def leave(self, place: Place) -> None:
-        """Give up a place: before it was admitted, or after, because its holder enters or does not come any more."""
-        if place.is_admitted:
-            place.is_admitted = False
+        """Give up a place: before it was let in, or after, because its holder enters or does not come any more."""
+        if place.is_let_in:
+            place.is_let_in = False
             self._num_reserved -= place.count
         elif place in self._places:
             self._places.remove(place)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
 
-from aiocb.engine.admission import Plan, StreamSpec, prepare
 from aiocb.engine.bridge import LoopBridge, Signal
 from aiocb.engine.core import EngineCore
 from aiocb.engine.encoder import Encoder
 from aiocb.engine.life import Life
 from aiocb.engine.output import Submission
+from aiocb.engine.prepare import Prepared, StreamSpec, prepare
 from aiocb.engine.slot import End, Lane, Slot
 from aiocb.errors import QueueFull, RequestTimeout
 from aiocb.outputs import FinishReason, RequestMetrics, Usage
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from aiocb.config import EngineConfig
     from aiocb.engine.source import Source
 
-__all__ = ["Admitted", "Intent", "Session"]
+__all__ = ["Intent", "Session", "Submitted"]
 
 _LONGEST_ALARM_S = 1e6
 _ENCODER_EXIT_S = 1.0
 
 
-class Admitted(NamedTuple):
+class Submitted(NamedTuple):
     """A stream that the worker knows of: where its output arrives, and its prompt."""
 
     slot: Slot
@@ -135,9 +135,9 @@ class Session(Life):
         """Callbacks posted into event loops."""
         return self._num_wakeups_before + sum(bridge.num_wakeups for bridge in tuple(self._bridges.values()))
 
-    # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── submission ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, spec: StreamSpec) -> asyncio.Future[Plan | Exception]:
+    def begin(self, spec: StreamSpec) -> asyncio.Future[Prepared | Exception]:
         """Have a request checked and encoded; its place among others is taken here.
 
         Raises:
@@ -148,8 +148,8 @@ class Session(Life):
         assert limits is not None and text is not None
         return self.encoder.submit(partial(prepare, spec, limits, text))
 
-    async def admit(self, spec: StreamSpec, begun: asyncio.Future[Plan | Exception], intent: Intent) -> Admitted:
-        """Wait for the plan and for room in the queue, and hand a stream to the worker.
+    async def submit(self, spec: StreamSpec, begun: asyncio.Future[Prepared | Exception], intent: Intent) -> Submitted:
+        """Wait for its preparation and for room in the queue, and hand a stream to the worker.
 
         Nothing is registered before the last await; registration is one synchronous step.
 
@@ -163,8 +163,8 @@ class Session(Life):
         """
         submitted_at = time.monotonic()
         bridge = self._bridge(asyncio.get_running_loop())
-        plan = await self._plan(bridge, spec, begun, intent)
-        num_lanes = plan.sampling.n
+        prepared = await self._prepared(bridge, spec, begun, intent)
+        num_lanes = prepared.sampling.n
         if self.config.max_queue_size and not intent.is_finishing:
             await self._wait_for_room(bridge, spec, intent, num_lanes, submitted_at)
         if self.worker.is_stopping or self.worker.state != "draining":  # what began before it drained is let in
@@ -173,20 +173,20 @@ class Session(Life):
         slot = Slot(spec.request_id, bridge, num_lanes)
         lanes = slot.make_lanes()
         bridge.register(lanes)
-        if plan.max_output_tokens == 0 or intent.is_finishing:
+        if prepared.max_output_tokens == 0 or intent.is_finishing:
             reason: FinishReason = "cancelled" if intent.is_finishing else "length"
-            end = End(reason, None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
+            end = End(reason, None, Usage(len(prepared.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
             for lane in lanes:
-                lane.push((), plan.texts[lane.index].take() if plan.texts else "", None, end)
-            return Admitted(slot, lanes, plan.prompt_token_ids)
+                lane.push((), prepared.texts[lane.index].take() if prepared.texts else "", None, end)
+            return Submitted(slot, lanes, prepared.prompt_token_ids)
         deadline = None if spec.timeout is None else submitted_at + spec.timeout
         queue_deadline = None if spec.queue_timeout is None else submitted_at + spec.queue_timeout
         submission = Submission(
             slot,
             lanes,
-            plan.prompt_token_ids,
-            plan.sampling,
-            plan.max_output_tokens,
+            prepared.prompt_token_ids,
+            prepared.sampling,
+            prepared.max_output_tokens,
             submitted_at,
             spec.priority,
             deadline,
@@ -195,16 +195,16 @@ class Session(Life):
             spec.stream_interval,
             spec.max_unread_tokens,
             spec.on_unread,
-            plan.drop_output,
-            plan.texts,
+            prepared.drop_output,
+            prepared.texts,
         )
         bridge.line.enter(num_lanes)
         self.put((EngineCore.submit, submission))
-        return Admitted(slot, lanes, plan.prompt_token_ids)
+        return Submitted(slot, lanes, prepared.prompt_token_ids)
 
-    async def _plan(
-        self, bridge: LoopBridge, spec: StreamSpec, begun: asyncio.Future[Plan | Exception], intent: Intent
-    ) -> Plan:
+    async def _prepared(
+        self, bridge: LoopBridge, spec: StreamSpec, begun: asyncio.Future[Prepared | Exception], intent: Intent
+    ) -> Prepared:
         """Wait for the encoder, for as long as the request's time allows."""
         bounds = [bound for bound in (spec.timeout, spec.queue_timeout) if bound is not None]
         alarm = None
@@ -213,15 +213,15 @@ class Session(Life):
             alarm = bridge.loop.call_later(min(bounds), _resolve, begun, late)
         intent.abandon = partial(bridge.withdraw, begun)
         try:
-            plan = await begun
+            prepared = await begun
         finally:
             intent.abandon = None
             begun.cancel()  # of no effect on one that is done; what a dropped coroutine has waited for is not begun
             if alarm is not None:
                 alarm.cancel()
-        if isinstance(plan, Exception):
-            raise plan
-        return plan
+        if isinstance(prepared, Exception):
+            raise prepared
+        return prepared
 
     async def _wait_for_room(
         self, bridge: LoopBridge, spec: StreamSpec, intent: Intent, count: int, submitted_at: float
@@ -265,6 +265,6 @@ class Session(Life):
         self.put((EngineCore.abort, slot))
 
 
-def _resolve(future: asyncio.Future[Plan | Exception], result: Exception) -> None:
+def _resolve(future: asyncio.Future[Prepared | Exception], result: Exception) -> None:
     if not future.done():
         future.set_result(result)

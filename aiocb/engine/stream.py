@@ -22,9 +22,9 @@ from aiocb.errors import EngineError, QueueFull, RequestError
 from aiocb.outputs import Chunk, Completion, RequestMetrics, Usage
 
 if TYPE_CHECKING:
-    from aiocb.engine.admission import Plan, StreamSpec
     from aiocb.engine.core import Command
     from aiocb.engine.engine import Engine
+    from aiocb.engine.prepare import Prepared, StreamSpec
     from aiocb.engine.session import Session
     from aiocb.engine.slot import End, Lane, Slot
     from aiocb.outputs import TokenLogprobs
@@ -67,7 +67,7 @@ class Stream:
         self._engine = engine
         self._spec = spec
         self._intent = Intent()
-        self._begun: asyncio.Future[Plan | Exception] | None = None
+        self._begun: asyncio.Future[Prepared | Exception] | None = None
         self._prompt_token_ids: Sequence[int] = ()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: Session | None = None
@@ -376,21 +376,21 @@ class Stream:
         session, begun = self._session, self._begun
         assert session is not None and begun is not None
         try:
-            admitted = await session.admit(self._spec, begun, self._intent)
+            submitted = await session.submit(self._spec, begun, self._intent)
         except Withdrawn:
             if not self._intent.is_finishing or self._state == "closed":
                 raise StopAsyncIteration from None
-            admitted = await session.admit(self._spec, begun, self._intent)
+            submitted = await session.submit(self._spec, begun, self._intent)
         except QueueFull:
             raise  # it may be tried again as it is
         except BaseException:
             self._begun = None
             raise
-        # From the registration in `admit` to here there is no await: a cancelled submission leaves nothing behind.
+        # From the registration in `submit` to here there is no await: a cancelled submission leaves nothing behind.
         self._begun = None
         self._loop = asyncio.get_running_loop()
-        self._slot, self._lanes, self._prompt_token_ids = admitted
-        slot = admitted.slot
+        self._slot, self._lanes, self._prompt_token_ids = submitted
+        slot = submitted.slot
         if self._intent.is_finishing and slot.num_open:
             self._put((EngineCore.finish_early, slot))
         if self.is_closed:

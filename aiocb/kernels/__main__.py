@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--native", action="store_true", help="build for this processor only (quicker)")
     options = parser.parse_args(arguments)
     if options.command == "build":
-        path = find_or_build(force=options.force, every_level=not options.native, patience_s=_PATIENCE_S)
+        path = find_or_build(force=options.force, every_instruction_set=not options.native, patience_s=_PATIENCE_S)
         print(path.reason if isinstance(path, KernelUnavailable) else path)
         return int(isinstance(path, KernelUnavailable))
     compiler = find_compiler()
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("library: ", library.reason if isinstance(library, KernelUnavailable) else library.path)
     if isinstance(library, KernelUnavailable):
         return 1
-    print("levels:  ", ", ".join(library.levels()), f"(this processor: {library.level()})")
+    print("sets:    ", ", ".join(library.instruction_sets()), f"(this processor: {library.instruction_set()})")
     return 0
 
 

@@ -48,16 +48,16 @@ class KernelUnavailable(NamedTuple):
 
 
 def _units() -> tuple[Unit, ...]:
-    levels: list[Unit] = []
+    sets: list[Unit] = []
     if platform.machine().lower() in ("x86_64", "amd64"):
-        levels = [
-            Unit("avx512bf16", "level.cpp", (*_LEVEL, "-DAIOCB_ISA=avx512bf16", *_AVX512_BF16)),
-            Unit("avx512", "level.cpp", (*_LEVEL, "-DAIOCB_ISA=avx512", *_AVX512)),
-            Unit("avx2", "level.cpp", (*_LEVEL, "-DAIOCB_ISA=avx2", *_AVX2)),
+        sets = [
+            Unit("avx512bf16", "instruction_set.cpp", (*_LEVEL, "-DAIOCB_ISA=avx512bf16", *_AVX512_BF16)),
+            Unit("avx512", "instruction_set.cpp", (*_LEVEL, "-DAIOCB_ISA=avx512", *_AVX512)),
+            Unit("avx2", "instruction_set.cpp", (*_LEVEL, "-DAIOCB_ISA=avx2", *_AVX2)),
         ]
     return (
-        *levels,
-        Unit("portable", "level.cpp", (*_LEVEL, "-DAIOCB_ISA=portable")),
+        *sets,
+        Unit("portable", "instruction_set.cpp", (*_LEVEL, "-DAIOCB_ISA=portable")),
         *(Unit(name, f"{name}.cpp", ("-O2",)) for name in _ROOMS),
     )
 
@@ -86,13 +86,13 @@ def find_compiler() -> tuple[list[str], str] | KernelUnavailable:
     return KernelUnavailable(f"no C++ compiler found (set CXX, or install g++ or clang++{''.join(problems)})")
 
 
-def _name(every_level: bool) -> str:
+def _name(every_instruction_set: bool) -> str:
     """The library's name without its compiler: of the sources, the flags, and the processor it is for."""
     digest = hashlib.sha256()
     for path in sorted(_SOURCE_DIR.iterdir()):
         if path.suffix in (".h", ".cpp"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    features = None if every_level else sorted(processor_features() or ())
+    features = None if every_instruction_set else sorted(processor_features() or ())
     digest.update(repr((_COMMON, _units(), platform.system(), platform.machine(), features)).encode())
     return f"aiocb-{digest.hexdigest()[:16]}"
 
@@ -120,7 +120,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def find_or_build(
-    *, force: bool = False, every_level: bool = False, patience_s: float = _PATIENCE_S
+    *, force: bool = False, every_instruction_set: bool = False, patience_s: float = _PATIENCE_S
 ) -> Path | KernelUnavailable:
     """Return the library for this machine, building it when there is no undamaged one in the cache.
 
@@ -129,15 +129,15 @@ def find_or_build(
 
     Args:
         force: build again even when a library is cached.
-        every_level: build all instruction-set levels, for images that run elsewhere (and for tests); else the best
-            one of this processor. A library with every level is taken wherever it is cached.
+        every_instruction_set: build all instruction sets, for images that run elsewhere (and for tests); else the best
+            one of this processor. A library with every instruction set is taken wherever it is cached.
         patience_s: how long to wait for a build.
     """
     if sys.platform == "win32":
         return KernelUnavailable("native kernels are not supported on Windows")
     try:
         compiler = find_compiler()
-        names = [_name(True)] if every_level else [_name(True), _name(False)]
+        names = [_name(True)] if every_instruction_set else [_name(True), _name(False)]
         if isinstance(compiler, KernelUnavailable):
             # What another compiler has built before is as good.
             cached = [path for name in names for path in sorted(cache_dir().glob(f"{name}-*.so"))]
@@ -149,13 +149,13 @@ def find_or_build(
                 return library
         if isinstance(compiler, KernelUnavailable):
             return compiler
-        return _build(cached[-1], compiler, force, every_level, patience_s)
+        return _build(cached[-1], compiler, force, every_instruction_set, patience_s)
     except OSError as error:
         return KernelUnavailable(f"the kernel cache cannot be used (AIOCB_CACHE names another): {error}")
 
 
 def _build(
-    target: Path, compiler: tuple[list[str], str], force: bool, every_level: bool, patience_s: float
+    target: Path, compiler: tuple[list[str], str], force: bool, every_instruction_set: bool, patience_s: float
 ) -> Path | KernelUnavailable:
     started = time.monotonic()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,9 @@ def _build(
         files.sweep(target)
         _announce(f"building native kernels with {compiler[1]} (once)")
         scratch = target.with_name(f"{files.SCRATCH}{target.name}")
-        job = Job(compiler[0], str(_SOURCE_DIR), _COMMON, _units(), every_level, str(scratch), str(target), _LIMIT_S)
+        job = Job(
+            compiler[0], str(_SOURCE_DIR), _COMMON, _units(), every_instruction_set, str(scratch), str(target), _LIMIT_S
+        )
         failure = _run(job, lock, started + patience_s)
         if failure is not None:
             return KernelUnavailable(failure)

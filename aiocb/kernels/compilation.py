@@ -27,7 +27,7 @@ _NEEDS = {
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
     "avx2": {"avx2", "fma", "bmi2"},
 }
-_SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the level below it, see is_worth_it in dispatch.cpp
+_SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the next best, see is_worth_it in dispatch.cpp
 
 
 class Unit(NamedTuple):
@@ -46,7 +46,7 @@ class Job(NamedTuple):
         sources: the folder of the sources.
         common: flags of every unit.
         units: the slowest first, so that the short ones fill the gap at the end of a parallel build.
-        every_level: build all instruction-set levels, not only the best one of this processor.
+        every_instruction_set: build all instruction sets, not only the best one of this processor.
         scratch, target: an empty folder to be, and the library; both on one file system.
         limit_s: after which a compiler counts as hung.
     """
@@ -55,7 +55,7 @@ class Job(NamedTuple):
     sources: str
     common: tuple[str, ...]
     units: tuple[Unit, ...]
-    every_level: bool
+    every_instruction_set: bool
     scratch: str
     target: str
     limit_s: float
@@ -77,29 +77,31 @@ def processor_features() -> set[str] | None:
 
 
 def unneeded(units: tuple[Unit, ...], accepts: Callable[[tuple[str, ...]], bool]) -> set[str]:
-    """All levels but the best one that this processor can run, or the portable one where it can run no other."""
+    """All instruction sets but the best one that this processor can run, or the portable one, if it runs no other."""
     features = processor_features()
     if features is None:
         return set()
-    levels = [unit for unit in units if unit.source == "level.cpp"]  # best first
+    sets = [unit for unit in units if unit.source == "instruction_set.cpp"]  # best first
     best = next(
         (
             unit.name
-            for unit in levels
+            for unit in sets
             if unit.name not in _NEEDS
             or (features >= _NEEDS[unit.name] and _SLOWER_ON.get(unit.name) not in features and accepts(unit.flags))
         ),
         None,
     )
-    return {unit.name for unit in levels if unit.name != best}
+    return {unit.name for unit in sets if unit.name != best}
 
 
 def supported(
     units: tuple[Unit, ...], accepts: Callable[[tuple[str, ...]], bool], skipped: Collection[str] = ()
 ) -> tuple[Unit, ...]:
-    """Leave out levels that are skipped or that an older compiler does not know, and tell the dispatcher."""
+    """Leave out instruction sets that are skipped or that an older compiler does not know, and tell the dispatcher."""
     dropped = {
-        unit.name for unit in units if unit.source == "level.cpp" and (unit.name in skipped or not accepts(unit.flags))
+        unit.name
+        for unit in units
+        if unit.source == "instruction_set.cpp" and (unit.name in skipped or not accepts(unit.flags))
     }
     missing = tuple(f"-DAIOCB_NO_{name.upper()}" for name in sorted(dropped))
     return tuple(
@@ -146,7 +148,7 @@ def _build(job: Job) -> str | None:
 
     try:
         os.mkdir(job.scratch)
-        units = supported(job.units, accepts, () if job.every_level else unneeded(job.units, accepts))
+        units = supported(job.units, accepts, () if job.every_instruction_set else unneeded(job.units, accepts))
         objects = [os.path.join(job.scratch, f"{unit.name}.o") for unit in units]
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as executor:
             failures = [message for message in executor.map(compile_unit, zip(units, objects)) if message]

@@ -24,14 +24,19 @@ class GenericKernels(NativeHandle):
         library: the loaded library.
         num_threads: threads of a call, the caller included.
         shares_threads: run on torch's threads, where they can be found.
-        level: instruction-set level, None for the best of this processor.
+        instruction_set: instruction set, None for the best of this processor.
 
     Raises:
-        KernelError: an unknown level, or a thread that cannot be started.
+        KernelError: an unknown instruction set, or a thread that cannot be started.
     """
 
     def __init__(
-        self, library: Library, *, num_threads: int = 1, shares_threads: bool = False, level: str | None = None
+        self,
+        library: Library,
+        *,
+        num_threads: int = 1,
+        shares_threads: bool = False,
+        instruction_set: str | None = None,
     ) -> None:
         team = _find_team() if shares_threads else None
         self.num_threads = num_threads
@@ -39,7 +44,7 @@ class GenericKernels(NativeHandle):
         super().__init__(
             library,
             library.calls.aiocb_generic_create,
-            level.encode() if level else None,
+            instruction_set.encode() if instruction_set else None,
             num_threads,
             ctypes.byref(team) if team is not None else None,
         )

@@ -14,8 +14,23 @@ from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from aiocb.kernels.selection import CONSTANTS, SelectArguments
 
 __all__ = [
-    "ACTIVATIONS", "ERRORS", "ERROR_BYTES", "FORMATS", "INT8_GROUP", "LEVELS", "LINEARS", "PAGE_SIZE", "QK_NORMS",
-    "SIGNATURES", "TYPES", "VECTORS", "ModelConfig", "PagedCall", "StepArguments", "Team", "expected_layout",
+    "ACTIVATIONS",
+    "ERRORS",
+    "ERROR_BYTES",
+    "FORMATS",
+    "INSTRUCTION_SETS",
+    "INT8_GROUP",
+    "LINEARS",
+    "PAGE_SIZE",
+    "QK_NORMS",
+    "SIGNATURES",
+    "TYPES",
+    "VECTORS",
+    "ModelConfig",
+    "PagedCall",
+    "StepArguments",
+    "Team",
+    "expected_layout",
 ]  # fmt: skip
 
 PAGE_SIZE = 16
@@ -29,7 +44,7 @@ _VECTOR_NAMES = (
     "q", "k", "sinks", "final", "final_bias",
 )  # fmt: skip
 VECTORS = {name: slot for slot, name in enumerate(_VECTOR_NAMES)}
-LEVELS = ("avx512bf16", "avx512", "avx2", "portable")
+INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "portable")
 ERROR_BYTES = 256
 ERRORS = {
     8: "another thread is in a call on the same native kernels; each set belongs to one thread at a time",
@@ -65,7 +80,7 @@ class StepArguments(ctypes.Structure):
         block_starts, block_counts: the row's tables become `table[:block_start]` and that many new blocks, [R].
         new_blocks: of all sequences one after another, for each group, [groups, B].
         output_rows: rows of the packed tokens that the output matrix is applied to, [O].
-        logit_slots: row of `logits` that each of them is written to, or -1, [O]; null: none.
+        logit_targets: row of `logits` that each of them is written to, or -1, [O]; null: none.
         logits: [slots, V] float32.
         argmax: the largest logit's id of each output, or a failure, [O]; out.
     """
@@ -74,7 +89,7 @@ class StepArguments(ctypes.Structure):
         *((name, c_int32) for name in ("num_tokens", "num_sequences", "num_outputs", "num_new_blocks")),
         *((name, c_void_p) for name in (
             "token_ids", "rows", "starts", "lengths", "block_starts", "block_counts", "new_blocks", "output_rows",
-            "logit_slots", "logits", "argmax",
+            "logit_targets", "logits", "argmax",
         )),
     ]  # fmt: skip
 
@@ -107,11 +122,11 @@ class Team(ctypes.Structure):
 TYPES = {"p": c_void_p, "s": c_char_p, "i": c_int32, "l": c_int64, "f": c_float}
 # The result, then the arguments. Most calls take a handle and return an error code.
 SIGNATURES = {
-    "aiocb_level": "s s",
+    "aiocb_instruction_set": "s s",
     "aiocb_create": "p psip",
     "aiocb_destroy": "i p",
     "aiocb_error": "s p",
-    "aiocb_handle_level": "s p",
+    "aiocb_handle_instruction_set": "s p",
     "aiocb_set_layer": "i piiiiif",
     "aiocb_set_rope": "i pipif",
     "aiocb_set_vector": "i piipi",

@@ -17,7 +17,7 @@ from aiocb.kernels.build import KernelUnavailable, find_or_build
 from aiocb.kernels.interface import (
     ERROR_BYTES,
     ERRORS,
-    LEVELS,
+    INSTRUCTION_SETS,
     LINEARS,
     SIGNATURES,
     TYPES,
@@ -59,7 +59,7 @@ class Library:
             function.restype, function.argtypes = TYPES[result], [TYPES[kind] for kind in arguments]
 
     def __repr__(self) -> str:
-        return f"<Library {self.path.name} [{', '.join(self.levels())}]>"
+        return f"<Library {self.path.name} [{', '.join(self.instruction_sets())}]>"
 
     def _check_layout(self) -> None:
         entry = self.calls.aiocb_layout
@@ -73,15 +73,17 @@ class Library:
                 message = f"{self.path} is not of this version: {name} is {found.get(name)}, not {expected.get(name)}"
                 raise KernelError(message)
 
-    def level(self, name: str | None = None) -> str | None:
-        """Return the best instruction-set level of this processor, or `name` if it is supported, else None."""
-        found: bytes | None = self.calls.aiocb_level(name.encode() if name else None)
+    def instruction_set(self, name: str | None = None) -> str | None:
+        """Return the best instruction set of this processor, or `name` if it is supported, else None."""
+        found: bytes | None = self.calls.aiocb_instruction_set(name.encode() if name else None)
         return found.decode() if found else None
 
-    def levels(self) -> tuple[str, ...]:
-        """Return every level that runs on this processor, best first."""
-        best = self.level()
-        return tuple(sorted((name for name in LEVELS if self.level(name)), key=lambda name: name != best))
+    def instruction_sets(self) -> tuple[str, ...]:
+        """Return every instruction set that runs on this processor, best first."""
+        best = self.instruction_set()
+        return tuple(
+            sorted((name for name in INSTRUCTION_SETS if self.instruction_set(name)), key=lambda name: name != best)
+        )
 
 
 class NativeHandle:
@@ -93,7 +95,7 @@ class NativeHandle:
         arguments: the ones before it.
 
     Raises:
-        KernelError: a shape that the kernels do not support, an unknown level, or no memory or thread.
+        KernelError: a shape that the kernels do not support, an unknown instruction set, or no memory or thread.
     """
 
     def __init__(self, library: Library, create: Any, *arguments: Any) -> None:
@@ -116,9 +118,9 @@ class NativeHandle:
         return self._handle
 
     @property
-    def level(self) -> str:
-        """The instruction-set level in use."""
-        name: bytes = self._calls.aiocb_handle_level(self.handle)
+    def instruction_set(self) -> str:
+        """The instruction set in use."""
+        name: bytes = self._calls.aiocb_handle_instruction_set(self.handle)
         return name.decode()
 
     def check(self, code: int) -> None:
@@ -160,18 +162,18 @@ class NativeModel(NativeHandle):
         library: the loaded library.
         config: shapes and constants; copied.
         num_threads: threads of a step, the caller included.
-        level: instruction-set level, None for the best of this processor.
+        instruction_set: instruction set, None for the best of this processor.
 
     Raises:
-        KernelError: shapes that the kernels do not support, an unknown level, or no memory or thread.
+        KernelError: shapes that the kernels do not support, an unknown instruction set, or no memory or thread.
     """
 
     def __init__(
-        self, library: Library, config: ModelConfig, *, num_threads: int = 1, level: str | None = None
+        self, library: Library, config: ModelConfig, *, num_threads: int = 1, instruction_set: str | None = None
     ) -> None:
         self.config = config
         self._keep: list[Any] = []  # what native code borrows: the embedding's memory
-        name = level.encode() if level else None
+        name = instruction_set.encode() if instruction_set else None
         super().__init__(library, library.calls.aiocb_create, ctypes.byref(config), name, num_threads)
 
     def set_layer(self, layer: int, *, window: int, rope: int, group: int, group_layer: int, scale: float) -> None:
@@ -285,15 +287,15 @@ class NativeModel(NativeHandle):
         self._keep.clear()
 
 
-def load(*, every_level: bool = False) -> Library | KernelUnavailable:
+def load(*, every_instruction_set: bool = False) -> Library | KernelUnavailable:
     """Load the native library, building it on first use (some seconds, announced on stderr); see `find_or_build`."""
-    path = find_or_build(every_level=every_level)
+    path = find_or_build(every_instruction_set=every_instruction_set)
     if isinstance(path, KernelUnavailable):
         return path
     try:
         library = Library(path)
     except (OSError, AttributeError, KernelError) as error:
         return KernelUnavailable(f"the native library cannot be loaded: {error}")
-    if library.level() is None:
-        return KernelUnavailable(f"{path} holds no instruction-set level that this processor runs")
+    if library.instruction_set() is None:
+        return KernelUnavailable(f"{path} holds no instruction set that this processor runs")
     return library

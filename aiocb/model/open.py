@@ -40,7 +40,7 @@ def open_model(request: ModelRequest) -> Opened:
         runner = _built(native.plan(request, kept))
         if not isinstance(runner, Refusal):
             return _opened(kept, runner, "native")
-    from aiocb.model.eager import choose as eager
+    from aiocb.model.eager import build as eager
 
     material = _loaded(request)
     runner = refused = _built(native.plan(request, material))

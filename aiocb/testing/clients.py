@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiocb.engine.admission import Plan, StreamSpec
 from aiocb.engine.core import Command, lane_seed
+from aiocb.engine.prepare import Prepared, StreamSpec
 from aiocb.engine.slot import Delta, Lane, Slot
 from aiocb.engine.stream import Stream
 from aiocb.errors import EngineClosed, EngineDead, RequestFailed, RequestTimeout
@@ -116,7 +116,7 @@ class Sink:
             for lane, token_ids, text, logprobs, end in self._batches.popleft():
                 assert lane.end is None, f"{lane.slot.request_id} sample {lane.index}: a delivery after the end"
                 lane.push(token_ids, text, logprobs, end)
-        self.line.admit()
+        self.line.let_in()
 
     def close(self) -> None:
         """The loop is closed: what is on its way is lost."""
@@ -152,9 +152,9 @@ class Client:
         laziness: chance that it does not read in a step.
     """
 
-    def __init__(self, spec: StreamSpec, plan: Plan, sink: Sink, laziness: float) -> None:
+    def __init__(self, spec: StreamSpec, prepared: Prepared, sink: Sink, laziness: float) -> None:
         self.spec = spec
-        self.plan = plan
+        self.prepared = prepared
         self.sink = sink
         self.laziness = laziness
         self.place: Place | None = None

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 from aiocb.cache.manager import CacheManager
 from aiocb.config import EngineConfig
-from aiocb.engine.admission import Limits, plan_request
 from aiocb.engine.core import Command, EngineCore
 from aiocb.engine.delivery import failed
 from aiocb.engine.limits import most_tokens
 from aiocb.engine.output import Submission
+from aiocb.engine.prepare import Limits, prepare_tokens
 from aiocb.engine.room import Room
 from aiocb.engine.slot import Slot
 from aiocb.engine.source import Built, Source
@@ -80,7 +80,7 @@ class Report:
 
 
 class _Text:
-    """As much of a `TextProcessor` as admission asks for."""
+    """As much of a `TextProcessor` as `prepare` asks for."""
 
     has_tokenizer = True
 
@@ -494,21 +494,21 @@ class Simulation:
         self.num_clients += 1
         spec = random_spec(chance, f"client-{self.num_clients}", self._prefixes)
         try:
-            plan = plan_request(spec, spec.prompt, self.limits, _Text())  # type: ignore[arg-type]
+            prepared = prepare_tokens(spec, spec.prompt, self.limits, _Text())  # type: ignore[arg-type]
         except InvalidRequest:
             self.events["refused"] += 1
             return
-        if plan.max_output_tokens == 0:
+        if prepared.max_output_tokens == 0:
             return
-        client = Client(spec, plan, self.sinks[chance.random() < 0.1], chance.choice((0.0, 0.0, 0.5, 0.97)))
-        line, count = client.sink.line, plan.sampling.n
+        client = Client(spec, prepared, self.sinks[chance.random() < 0.1], chance.choice((0.0, 0.0, 0.5, 0.97)))
+        line, count = client.sink.line, prepared.sampling.n
         if not line.can_enter(count):
             if count > self.room.limit or chance.random() < 0.3:
                 self.events["queue full"] += 1
                 return
             client.place = line.join(count, lambda: self._submit(client))
             self._put((EngineCore.watch_room, client.sink))
-            line.admit()
+            line.let_in()
             self.events["waited for room"] += 1
         else:
             self._submit(client)
@@ -517,12 +517,12 @@ class Simulation:
     def _withdraw(self, client: Client) -> None:
         assert client.place is not None
         client.sink.line.leave(client.place)
-        client.sink.line.admit()
+        client.sink.line.let_in()
         self._clients.remove(client)
 
     def _submit(self, client: Client) -> None:
-        spec, plan, sink, chance = client.spec, client.plan, client.sink, self.chance
-        slot = Slot(spec.request_id, sink, plan.sampling.n)
+        spec, prepared, sink, chance = client.spec, client.prepared, client.sink, self.chance
+        slot = Slot(spec.request_id, sink, prepared.sampling.n)
         lanes = slot.make_lanes()
         sink.open.update(lanes)
         if client.place is not None:
@@ -532,13 +532,13 @@ class Simulation:
         fail_after = chance.randrange(12) if self._may_fail and chance.random() < 0.02 else None
         client.may_fail |= fail_after is not None
         fault = chance.choice((None, PlannedInterrupt()))
-        has_text = bool(plan.sampling.stop) or chance.random() < 0.8
+        has_text = bool(prepared.sampling.stop) or chance.random() < 0.8
         submission = Submission(
             slot,
             lanes,
-            plan.prompt_token_ids,
-            plan.sampling,
-            plan.max_output_tokens,
+            prepared.prompt_token_ids,
+            prepared.sampling,
+            prepared.max_output_tokens,
             self.now,
             spec.priority,
             None if spec.timeout is None else self.now + spec.timeout,
@@ -547,8 +547,8 @@ class Simulation:
             spec.stream_interval,
             spec.max_unread_tokens,
             spec.on_unread,
-            plan.drop_output,
-            tuple([_text(Letters(fail_after, fault), plan.sampling) for _ in lanes]) if has_text else (),
+            prepared.drop_output,
+            tuple([_text(Letters(fail_after, fault), prepared.sampling) for _ in lanes]) if has_text else (),
         )
         client.has_text = has_text
         client.open(submission, self._put)

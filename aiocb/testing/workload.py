@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from aiocb.engine.admission import StreamSpec
+from aiocb.engine.prepare import StreamSpec
 from aiocb.sampling_params import SamplingParams
 
 __all__ = ["EOS_TOKEN_ID", "LAYOUTS", "MAX_MODEL_LEN", "VOCAB_SIZE", "Layout", "random_spec", "random_tokens"]

@@ -30,7 +30,7 @@ def test_least_recently_freed_is_reused_first() -> None:
     blocks = pool.try_allocate(3)
     assert blocks is not None
     for block in (blocks[1], blocks[2], blocks[0]):
-        pool.release(block)
+        pool.free(block)
     assert pool.try_allocate(3) == [blocks[1], blocks[2], blocks[0]]
 
 
@@ -38,8 +38,8 @@ def test_worthless_contents_are_reused_before_cached_ones() -> None:
     pool = BlockPool(4)
     blocks = pool.try_allocate(3)
     assert blocks is not None
-    pool.release(blocks[0])
-    pool.release(blocks[1], reuse_first=True)
+    pool.free(blocks[0])
+    pool.free(blocks[1], reuse_first=True)
     assert pool.free_blocks() == [blocks[1], blocks[0]]
 
 
@@ -48,9 +48,9 @@ def test_a_shared_block_is_freed_by_its_last_holder() -> None:
     blocks = pool.try_allocate(1)
     assert blocks is not None
     pool.retain(blocks[0])
-    pool.release(blocks[0])
+    pool.free(blocks[0])
     assert pool.num_references(blocks[0]) == 1 and pool.num_free == 1
-    pool.release(blocks[0])
+    pool.free(blocks[0])
     assert pool.num_free == 2
 
 
@@ -65,9 +65,9 @@ def test_retaining_a_free_block_takes_it_out_of_the_middle() -> None:
 def test_releasing_too_often_raises() -> None:
     pool = BlockPool(3)
     with pytest.raises(RuntimeError, match="more often"):
-        pool.release(1)
+        pool.free(1)
     with pytest.raises(RuntimeError):
-        pool.release(NULL_BLOCK)
+        pool.free(NULL_BLOCK)
 
 
 def test_a_pool_needs_a_usable_block() -> None:
@@ -108,7 +108,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), reuse_first=st.booleans())
     def release(self, data: st.DataObject, reuse_first: bool) -> None:
         block = data.draw(st.sampled_from([block for block, count in self.counts.items() if count]))
-        self.pool.release(block, reuse_first=reuse_first)
+        self.pool.free(block, reuse_first=reuse_first)
         self.counts[block] -= 1
         if self.counts[block] == 0:
             self.free.insert(0 if reuse_first else len(self.free), block)

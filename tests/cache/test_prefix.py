@@ -52,7 +52,7 @@ def test_a_free_block_yields_to_one_in_use() -> None:
     assert blocks is not None
     index = PrefixIndex(pool)
     index.publish(blocks[0], digest_of(7), block_payload([7]))
-    pool.release(blocks[0])
+    pool.free(blocks[0])
     index.publish(blocks[1], digest_of(7), block_payload([7]))
     assert index.find(digest_of(7), [7]) == blocks[1]
     index.check_invariants()
@@ -96,7 +96,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         block = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        self.pool.release(block, reuse_first=not self.index.is_published(block))
+        self.pool.free(block, reuse_first=not self.index.is_published(block))
 
     @rule(value=st.integers(0, 5))
     def hit(self, value: int) -> None:

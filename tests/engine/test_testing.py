@@ -54,7 +54,7 @@ async def test_assert_quiescent_finds_lost_blocks(checks: bool) -> None:
         with pytest.raises(AssertionError):
             await assert_quiescent(setup.engine)
         assert setup.engine.state == ("dead" if checks else "running")
-        pool.release(blocks[0])
+        pool.free(blocks[0])
 
 
 async def test_assert_quiescent_finds_those_who_wait_for_room() -> None:

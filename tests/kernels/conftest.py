@@ -10,7 +10,7 @@ from aiocb.kernels import KernelUnavailable, Library, load
 
 @pytest.fixture(scope="session")
 def library() -> Library:
-    loaded = load(every_level=True)
+    loaded = load(every_instruction_set=True)
     if isinstance(loaded, KernelUnavailable):
         pytest.skip(loaded.reason)
     return loaded
@@ -26,8 +26,8 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes `level` once per instruction-set level of this processor."""
-    if "level" in metafunc.fixturenames:
-        loaded = load(every_level=True)
-        levels = ("none",) if isinstance(loaded, KernelUnavailable) else loaded.levels()
-        metafunc.parametrize("level", levels)
+    """Run a test that takes `instruction_set` once per instruction set of this processor."""
+    if "instruction_set" in metafunc.fixturenames:
+        loaded = load(every_instruction_set=True)
+        names = ("none",) if isinstance(loaded, KernelUnavailable) else loaded.instruction_sets()
+        metafunc.parametrize("instruction_set", names)

@@ -20,13 +20,13 @@ Tensor = torch.Tensor
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def native(library: Library, level: str, dtype: str, *, num_threads: int = 2, **fields: Any) -> NativeModel:
+def native(library: Library, instruction_set: str, dtype: str, *, num_threads: int = 2, **fields: Any) -> NativeModel:
     values: dict[str, Any] = {
         "num_layers": 1, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 64,
         "vocab_size": 64, "format": FORMATS[dtype], "num_groups": 1,
         "norm_eps": 1e-5, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     } | fields  # fmt: skip
-    return NativeModel(library, ModelConfig(**values), num_threads=num_threads, level=level)
+    return NativeModel(library, ModelConfig(**values), num_threads=num_threads, instruction_set=instruction_set)
 
 
 class Rows:

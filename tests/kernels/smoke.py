@@ -87,7 +87,7 @@ def step(model: NativeModel, sequences: list[tuple[int, int, int, list[int]]]) -
         "lengths": array("i", [count for _, _, count, _ in sequences]),
         "block_starts": array("i", [-(-start // PAGE_SIZE) for _, start, _, _ in sequences]),
         "block_counts": array("i", [len(new) for *_, new in sequences]), "new_blocks": array("i", blocks * 2),
-        "output_rows": array("i", range(total)), "logit_slots": array("i", range(total)),
+        "output_rows": array("i", range(total)), "logit_targets": array("i", range(total)),
         "argmax": array("i", bytes(4 * total)),
     }  # fmt: skip
     model.step(
@@ -174,7 +174,7 @@ def main() -> int:
         model.close()
     for dtype in ("float32", "bfloat16"):
         operators(library, dtype)
-    print("smoke", library.level(), ctypes.sizeof(StepArguments))
+    print("smoke", library.instruction_set(), ctypes.sizeof(StepArguments))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Paged attention at every instruction-set level: against torch, and whatever a freed page was left with."""
+"""Paged attention at every instruction set: against torch, and whatever a freed page was left with."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def attend(model: NativeModel, layer: int, sequences: Sequence[Rows], qkv: Tenso
 class Case:
     """One of `CASES`: a model of one layer, and packed q, k and v of four sequences, [T, H + 2 K, D]."""
 
-    def __init__(self, library: Library, level: str, dtype: str, case: dict[str, Any]) -> None:
+    def __init__(self, library: Library, instruction_set: str, dtype: str, case: dict[str, Any]) -> None:
         self.heads, self.kv, self.dim, self.window = case["heads"], case["kv"], case["dim"], case.get("window", 0)
         self.softcap, self.scale = case.get("softcap", 0.0), case.get("scale", self.dim**-0.5)
         rotary = case.get("rotary", 0)
         torch.manual_seed(0)
         self.model = native(
-            library, level, dtype, num_heads=self.heads, num_kv_heads=self.kv, head_dim=self.dim, rotary_dim=rotary,
-            num_ropes=int(rotary > 0), attention_softcap=self.softcap,
+            library, instruction_set, dtype, num_heads=self.heads, num_kv_heads=self.kv, head_dim=self.dim,
+            rotary_dim=rotary, num_ropes=int(rotary > 0), attention_softcap=self.softcap,
         )  # fmt: skip
         rope = 0 if rotary else -1
         self.model.set_group(0, NUM_BLOCKS, 1)
@@ -128,9 +128,9 @@ of_every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @of_every_case
-def test_attention(library: Library, level: str, dtype: str, case: dict[str, Any]) -> None:
+def test_attention(library: Library, instruction_set: str, dtype: str, case: dict[str, Any]) -> None:
     """Rotary embedding, cache write and attention over mixed steps."""
-    one = Case(library, level, dtype, case)
+    one = Case(library, instruction_set, dtype, case)
     tolerance = 2e-5 if dtype == "float32" else 0.02
     for x, out in zip(one.inputs, one.run(), strict=True):
         torch.testing.assert_close(out.double(), one.expected(x), rtol=tolerance, atol=tolerance)
@@ -139,8 +139,10 @@ def test_attention(library: Library, level: str, dtype: str, case: dict[str, Any
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @of_every_case
-def test_what_freed_pages_hold_harms_nobody(library: Library, level: str, dtype: str, case: dict[str, Any]) -> None:
-    one = Case(library, level, dtype, case)
+def test_what_freed_pages_hold_harms_nobody(
+    library: Library, instruction_set: str, dtype: str, case: dict[str, Any]
+) -> None:
+    one = Case(library, instruction_set, dtype, case)
     clean = one.run()
     for value in (math.nan, math.inf, -math.inf):
         one.fill(value)
@@ -152,10 +154,10 @@ def test_what_freed_pages_hold_harms_nobody(library: Library, level: str, dtype:
 @pytest.mark.parametrize("dtype", DTYPES)
 @of_every_case
 def test_one_tokens_nan_reaches_those_who_see_it(
-    library: Library, level: str, dtype: str, case: dict[str, Any], part: str
+    library: Library, instruction_set: str, dtype: str, case: dict[str, Any], part: str
 ) -> None:
     """Not the tokens before it in the same page and the same chunk, not those whose window is past it; all others."""
-    one = Case(library, level, dtype, case)
+    one = Case(library, instruction_set, dtype, case)
     clean = one.run()
     inputs, at = [x.clone() for x in one.inputs], 170
     first = one.heads + (one.kv if part == "value" else 0)
@@ -169,14 +171,14 @@ def test_one_tokens_nan_reaches_those_who_see_it(
     one.model.close()
 
 
-def test_layers_of_a_large_cache_lie_apart(library: Library, level: str) -> None:
+def test_layers_of_a_large_cache_lie_apart(library: Library, instruction_set: str) -> None:
     """Layers of many blocks are shifted in memory: what is written, read back and copied is as in a small cache."""
     heads, kv, dim, layers = 4, 2, 32, 3
     torch.manual_seed(0)
     inputs = [torch.randn(40, (heads + 2 * kv) * dim) for _ in range(layers)]
     seen = []
     for num_blocks in (64, 2600):
-        model = native(library, level, "float32", num_layers=layers)
+        model = native(library, instruction_set, "float32", num_layers=layers)
         model.set_group(0, num_blocks, layers)
         for layer in range(layers):
             model.set_layer(layer, window=0, rope=-1, group=0, group_layer=layer, scale=0.2)

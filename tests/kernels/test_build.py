@@ -77,13 +77,15 @@ def test_levels_that_the_compiler_does_not_know_are_left_out() -> None:
     assert ("-DAIOCB_NO_AVX512BF16" in dispatch.flags) == ("avx512bf16" in {unit.name for unit in build._units()})
 
 
-X86_UNITS = tuple(Unit(name, "level.cpp", (f"-m{name}",)) for name in ("avx512bf16", "avx512", "avx2", "portable"))
+X86_UNITS = tuple(
+    Unit(name, "instruction_set.cpp", (f"-m{name}",)) for name in ("avx512bf16", "avx512", "avx2", "portable")
+)
 
 
 @pytest.mark.parametrize(
     ("features", "unneeded"),
     [
-        (None, set()),  # nobody to ask: every level is built
+        (None, set()),  # nobody to ask: every instruction set is built
         ({"sse2"}, {"avx512bf16", "avx512", "avx2"}),
         ({"avx2", "fma", "bmi2"}, {"avx512bf16", "avx512", "portable"}),
         (compilation._NEEDS["avx512"] | compilation._NEEDS["avx2"], {"avx512bf16", "avx2", "portable"}),
@@ -119,19 +121,19 @@ def test_a_level_that_the_compiler_does_not_know_is_not_the_best(monkeypatch: py
 def test_a_library_without_a_level_for_this_processor_is_not_used(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Library, "level", lambda self, name=None: None)
-    result = load(every_level=True)
+    monkeypatch.setattr(Library, "instruction_set", lambda self, name=None: None)
+    result = load(every_instruction_set=True)
     assert isinstance(result, KernelUnavailable)
-    assert "no instruction-set level" in result.reason
+    assert "no instruction set" in result.reason
 
 
 def test_the_build_and_the_library_agree_on_the_best_level(library: Library) -> None:
     unneeded = compilation.unneeded(X86_UNITS, lambda flags: True)
-    assert library.level() not in unneeded
+    assert library.instruction_set() not in unneeded
 
 
 def test_a_complete_library_serves_everybody(toy: Path) -> None:
-    complete = find_or_build(every_level=True)
+    complete = find_or_build(every_instruction_set=True)
     assert find_or_build() == complete
 
 
@@ -167,7 +169,7 @@ class TestDamage:
         assert capfd.readouterr().err == ""
 
     def test_a_damaged_complete_library_is_not_taken(self, toy: Path) -> None:
-        complete = find_or_build(every_level=True)
+        complete = find_or_build(every_instruction_set=True)
         assert isinstance(complete, Path)
         complete.write_bytes(b"")
         other = find_or_build()

@@ -53,10 +53,10 @@ def test_wrong_plans(library: Library) -> None:
 def test_unsupported_shapes(library: Library) -> None:
     for fields in ({"head_dim": 24}, {"head_dim": 272}, {"num_heads": 5}, {"rotary_dim": 33}):
         with pytest.raises(KernelError):
-            native(library, library.levels()[0], "float32", **fields)
+            native(library, library.instruction_sets()[0], "float32", **fields)
     with pytest.raises(KernelError):
-        native(library, "no-such-level", "float32")
-    model = native(library, library.levels()[0], "float32")
+        native(library, "no-such-set", "float32")
+    model = native(library, library.instruction_sets()[0], "float32")
     model.set_group(0, 4, 1)
     calls: list[Callable[[], None]] = [
         lambda: model.copy_block(0, 4, 1),
@@ -95,7 +95,7 @@ def _logits(runner: NativeRunner, sequences: Sequence[Rows], ids: list[int]) -> 
     logits, argmax = torch.empty(len(ids), runner.vocab_size), torch.empty(len(ids), dtype=torch.int32)
     rows = torch.arange(len(ids), dtype=torch.int32)
     arguments.num_outputs, arguments.logits, arguments.argmax = len(ids), logits.data_ptr(), argmax.data_ptr()
-    arguments.output_rows = arguments.logit_slots = rows.data_ptr()
+    arguments.output_rows = arguments.logit_targets = rows.data_ptr()
     runner.native.step(arguments)
     return logits
 
@@ -104,11 +104,11 @@ def _logits(runner: NativeRunner, sequences: Sequence[Rows], ids: list[int]) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "qwen2_moe-mixed", "olmoe"])
 def test_rows_that_are_not_finite_reach_nobody(
-    library: Library, level: str, name: str, dtype: torch.dtype, quantization: str | None
+    library: Library, instruction_set: str, name: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
     """Neither those beside them in the step nor those who get their pages and the buffers' rows afterwards."""
     model = make(name, dtype, tie_word_embeddings=False)
-    runner = runner_of(model, library=library, level=level, quantization=quantization)
+    runner = runner_of(model, library=library, instruction_set=instruction_set, quantization=quantization)
     ids = list(range(3, 46))
     good = [Rows([9, 30, 7], 0, 33), Rows([41], 0, 10)]
     clean = _logits(runner, good, ids)

@@ -52,37 +52,41 @@ def module_logits(model: Any, prompt: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_every_logit_is_the_modules(library: Library, level: str, name: str) -> None:
+def test_every_logit_is_the_modules(library: Library, instruction_set: str, name: str) -> None:
     model = make(name)
-    runner = runner_of(model, library=library, level=level, checks_parity=False)
+    runner = runner_of(model, library=library, instruction_set=instruction_set, checks_parity=False)
     prompt = prompts_of(3)[2]
     torch.testing.assert_close(logits_of(runner, prompt), module_logits(model, prompt), rtol=1e-4, atol=2e-4)
     runner.close()
 
 
-def test_many_experts_and_choices(library: Library, level: str) -> None:
+def test_many_experts_and_choices(library: Library, instruction_set: str) -> None:
     """More of both than one vector holds, with shares of all experts and of the chosen ones; an odd size in bf16."""
     for renormalises in (True, False):
         fields: dict[str, Any] = {"num_experts": 41, "num_experts_per_tok": 19, "norm_topk_prob": renormalises}
         model = make("qwen3_moe", moe_intermediate_size=24, **fields)
-        runner = runner_of(model, library=library, level=level, checks_parity=False)
+        runner = runner_of(model, library=library, instruction_set=instruction_set, checks_parity=False)
         prompt = prompts_of(2)[1]
         torch.testing.assert_close(logits_of(runner, prompt), module_logits(model, prompt), rtol=1e-4, atol=2e-4)
         runner.close()
-        runner_of(make("qwen3_moe", torch.bfloat16, moe_intermediate_size=33, **fields), level=level).close()
+        runner_of(
+            make("qwen3_moe", torch.bfloat16, moe_intermediate_size=33, **fields), instruction_set=instruction_set
+        ).close()
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_ties_go_to_the_lowest_ids_and_others_are_not_touched(
-    library: Library, level: str, name: str, quantization: str | None
+    library: Library, instruction_set: str, name: str, quantization: str | None
 ) -> None:
     """All scores are equal: the first experts are taken, and what the rest would compute (NaN) shows up nowhere."""
     model = make(name)
     for block in blocks_of(model):
         with torch.no_grad():
             router_of(block).weight.zero_()
-    runner = runner_of(model, library=library, level=level, checks_parity=False, quantization=quantization)
+    runner = runner_of(
+        model, library=library, instruction_set=instruction_set, checks_parity=False, quantization=quantization
+    )
     prompt = prompts_of(2)[1]
     before = logits_of(runner, prompt)
     runner.close()
@@ -101,7 +105,9 @@ def test_ties_go_to_the_lowest_ids_and_others_are_not_touched(
                 weights[k:] = 0.0
             block.experts.gate_up_proj[k:, 0] = torch.nan
         patches.append((router, choose))
-    runner = runner_of(model, library=library, level=level, checks_parity=False, quantization=quantization)
+    runner = runner_of(
+        model, library=library, instruction_set=instruction_set, checks_parity=False, quantization=quantization
+    )
     for router, choose in patches:
         router.forward = choose
     actual, expected = logits_of(runner, prompt), module_logits(model, prompt)
@@ -128,11 +134,11 @@ def test_any_number_of_threads(library: Library, quantization: str | None) -> No
             assert all(torch.equal(a, b) for a, b in zip(rows, other[index], strict=True))
 
 
-def test_a_row_of_nan_ends_its_own_request(library: Library, level: str) -> None:
+def test_a_row_of_nan_ends_its_own_request(library: Library, instruction_set: str) -> None:
     model = make("qwen3_moe")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
-    runner = runner_of(model, library=library, level=level, checks_parity=False)
+    runner = runner_of(model, library=library, instruction_set=instruction_set, checks_parity=False)
     scheduler = MiniScheduler(runner)
     prompts = [[5, 6], [5, 7], [9]]
     entries = [scheduler.entry(Request(i, prompt, 1), len(prompt)) for i, prompt in enumerate(prompts)]
@@ -145,7 +151,7 @@ def test_a_row_of_nan_ends_its_own_request(library: Library, level: str) -> None
 
 def mixture(library: Library, **fields: Any) -> NativeModel:
     sizes = {"num_experts": 4, "num_chosen": 2, "expert_size": 40, "is_gated": 1}
-    return native(library, library.levels()[0], "float32", **(sizes | fields))
+    return native(library, library.instruction_sets()[0], "float32", **(sizes | fields))
 
 
 def test_shapes_that_are_refused(library: Library) -> None:
@@ -173,7 +179,7 @@ def test_shapes_that_are_refused(library: Library) -> None:
     with pytest.raises(KernelError, match="the layer's experts"):
         pack("expert_down", 64, 40, expert=1, target="int8")
     model.close()
-    model = native(library, library.levels()[0], "float32")
+    model = native(library, library.instruction_sets()[0], "float32")
     with pytest.raises(KernelError, match="no experts"):
         pack("router", 4, 64)
     model.close()

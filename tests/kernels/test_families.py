@@ -173,9 +173,9 @@ def test_greedy_tokens_equal_transformers(library: Library, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_neox", "mixtral", "qwen2_moe-mixed", "olmoe", "granitemoe"])
-def test_every_level_passes_the_probe(library: Library, level: str, name: str) -> None:
+def test_every_level_passes_the_probe(library: Library, instruction_set: str, name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        runner_of(make(name, dtype), library=library, level=level).close()
+        runner_of(make(name, dtype), library=library, instruction_set=instruction_set).close()
 
 
 def test_reasons() -> None:

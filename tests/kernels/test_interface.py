@@ -37,13 +37,13 @@ def test_a_library_of_another_version_is_not_used(
     monkeypatch.setattr(interface, name, value)
     with pytest.raises(KernelError, match=message):
         Library(library.path)
-    result = load(every_level=True)
+    result = load(every_instruction_set=True)
     assert isinstance(result, KernelUnavailable)
     assert "is not of this version" in result.reason
 
 
 def test_a_step_without_all_weights_is_refused(library: Library) -> None:
-    model = native(library, library.levels()[0], "float32", intermediate_size=65)
+    model = native(library, library.instruction_sets()[0], "float32", intermediate_size=65)
     model.set_group(0, 4, 1)
     keep: list[Any] = []
     step = step_arguments([Rows([1], 0, 2)], keep)
@@ -83,7 +83,7 @@ def test_a_step_without_all_weights_is_refused(library: Library) -> None:
 
 
 def test_vectors_have_one_length(library: Library) -> None:
-    model = native(library, library.levels()[0], "float32", qk_norm=2)
+    model = native(library, library.instruction_sets()[0], "float32", qk_norm=2)
     for name, count in (("input", 64), ("q", 128), ("k", 64), ("sinks", 4), ("final_bias", 64)):
         model.set_vector(0, name, np.zeros(count, np.float32))
         with pytest.raises(KernelError, match=f"has {count} values, not {count + 1}"):
@@ -93,7 +93,7 @@ def test_vectors_have_one_length(library: Library) -> None:
 
 def test_what_is_too_large_leaves_what_was_there(library: Library) -> None:
     """A pack and a cache that no memory is left for: refused with the figure, and everything is as it was."""
-    model = native(library, library.levels()[0], "float32", vocab_size=64)
+    model = native(library, library.instruction_sets()[0], "float32", vocab_size=64)
     weight, a, out = torch.randn(70, 96), torch.randn(3, 96), torch.empty(3, 70)
 
     def multiply() -> torch.Tensor:
@@ -116,9 +116,9 @@ def test_what_is_too_large_leaves_what_was_there(library: Library) -> None:
     model.close()
 
 
-def test_a_selection_that_finds_no_memory_leaves_the_steps_theirs(library: Library, level: str) -> None:
+def test_a_selection_that_finds_no_memory_leaves_the_steps_theirs(library: Library, instruction_set: str) -> None:
     """Both work in the same scratch."""
-    model = native(library, level, "bfloat16")
+    model = native(library, instruction_set, "bfloat16")
     weight, a = torch.randn(70, 2600).bfloat16(), torch.randn(40, 2600).bfloat16()
     results = []
     model.set_linear(0, "out", _addresses(weight), 2600, source_format=1, weight_format=1)

@@ -27,7 +27,7 @@ class Recorder(MiniScheduler):
         slots = torch.arange(len(requests), dtype=torch.int32)
 
         def recorded(arguments: StepArguments) -> None:
-            arguments.logits, arguments.logit_slots = buffer.data_ptr(), slots.data_ptr()
+            arguments.logits, arguments.logit_targets = buffer.data_ptr(), slots.data_ptr()
             original(arguments)
 
         before = {request.id: len(request.tokens) for request in requests}
@@ -49,8 +49,8 @@ def _record(runner: NativeRunner, prompts: list[list[int]], budget: int, seed: i
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "qwen2_moe-mixed", "olmoe"])
-def test_alone_batched_chunked(library: Library, level: str, name: str, dtype: torch.dtype) -> None:
-    runner = runner_of(make(name, dtype), library=library, level=level)
+def test_alone_batched_chunked(library: Library, instruction_set: str, name: str, dtype: torch.dtype) -> None:
+    runner = runner_of(make(name, dtype), library=library, instruction_set=instruction_set)
     prompts = [*prompts_of(5), list(range(3, 123)) + list(range(3, 80))]
     alone: dict[int, list[torch.Tensor]] = {}
     for index, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""Every kernel against torch, at every instruction-set level of this processor."""
+"""Every kernel against torch, at every instruction set of this processor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def _addresses(weight: Any) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("columns", "depth"), [(64, 32), (100, 96), (210, 50), (70, 2600)])
-def test_linear(library: Library, level: str, dtype: str, columns: int, depth: int) -> None:
+def test_linear(library: Library, instruction_set: str, dtype: str, columns: int, depth: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(columns, depth).to(DTYPES[dtype])
     bias = torch.randn(columns)
-    model = native(library, level, dtype)
+    model = native(library, instruction_set, dtype)
     model.set_linear(
         0, "out", _addresses(weight), depth, source_format=FORMATS[dtype], weight_format=FORMATS[dtype],
         bias=bias.numpy(),
@@ -52,7 +52,7 @@ def test_linear(library: Library, level: str, dtype: str, columns: int, depth: i
 def test_threads_change_nothing(library: Library, threads: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(300, 64)
-    model = native(library, library.levels()[0], "float32", num_threads=threads)
+    model = native(library, library.instruction_sets()[0], "float32", num_threads=threads)
     model.set_linear(0, "out", _addresses(weight), 64, source_format=0, weight_format=0)
     a, out = torch.randn(9, 64), torch.empty(9, 300)
     for _ in range(20):
@@ -65,11 +65,11 @@ def test_threads_change_nothing(library: Library, threads: int) -> None:
 @pytest.mark.parametrize("width", [16, 40, 576])
 @pytest.mark.parametrize("is_layer_norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm(library: Library, level: str, width: int, is_layer_norm: bool, dtype: str) -> None:
+def test_norm(library: Library, instruction_set: str, width: int, is_layer_norm: bool, dtype: str) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, width) * 3 + 1, torch.randn(width), torch.randn(width)
     out = torch.empty(5, width, dtype=DTYPES[dtype])
-    kernels = GenericKernels(library, level=level)
+    kernels = GenericKernels(library, instruction_set=instruction_set)
     code = library.calls.aiocb_norm(
         kernels.handle, weight.data_ptr(), bias.data_ptr() if is_layer_norm else None, is_layer_norm, 1e-5,
         x.data_ptr(), 5, width, FORMATS[dtype], out.data_ptr(),
@@ -85,7 +85,7 @@ def test_norm(library: Library, level: str, width: int, is_layer_norm: bool, dty
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_activation(library: Library, level: str, kind: str) -> None:
+def test_activation(library: Library, instruction_set: str, kind: str) -> None:
     gate = torch.cat([torch.linspace(-30, 30, 500), torch.tensor([0.0, -100.0, 100.0])])
     up = torch.randn(len(gate), generator=torch.Generator().manual_seed(0))
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -96,7 +96,7 @@ def test_activation(library: Library, level: str, kind: str) -> None:
         "relu2": lambda x: torch.relu(x) ** 2,
     }
     expected = functions[kind](gate.double())
-    kernels = GenericKernels(library, level=level)
+    kernels = GenericKernels(library, instruction_set=instruction_set)
     for other, wanted in ((None, expected), (up, expected * up.double())):
         out = torch.empty(len(gate))
         code = library.calls.aiocb_activation(

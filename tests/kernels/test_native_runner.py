@@ -129,11 +129,11 @@ def test_a_record_grows_with_what_was_returned(library: Library) -> None:
     runner.close()
 
 
-def test_one_nan_among_the_logits_fails_the_request(library: Library, level: str) -> None:
+def test_one_nan_among_the_logits_fails_the_request(library: Library, instruction_set: str) -> None:
     model = make("llama")
     with torch.no_grad():
         model.lm_head.weight[130] = float("nan")  # the last column of an uneven panel
-    runner = runner_of(model, library=library, level=level, checks_parity=False)
+    runner = runner_of(model, library=library, instruction_set=instruction_set, checks_parity=False)
     result = execute(runner, entries_of(runner, None, None, None))
     assert result.errors is not None
     assert len(result.errors) == 3
@@ -217,7 +217,7 @@ async def test_seeded_requests_repeat_alone_together_and_preempted(library: Libr
     model = make("llama", torch.bfloat16)
     alone, _ = await outputs_of(model, False)
     together, _ = await outputs_of(model, True)
-    preempted, count = await outputs_of(model, True, num_blocks=14, max_batch_tokens=24, safety_margin=0.0)
+    preempted, count = await outputs_of(model, True, num_blocks=4, max_batch_tokens=24, safety_margin=0.0)
     assert count > 0
     assert len({tuple(one.token_ids) for one in alone}) == len(alone)
     large_pages, _ = await outputs_of(model, True, page_size=48)

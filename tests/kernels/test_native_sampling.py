@@ -1,4 +1,4 @@
-"""Native selection and log-probabilities against the torch sampler, on every instruction-set level."""
+"""Native selection and log-probabilities against the torch sampler, on every instruction set."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ GRID: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def models(library: Library) -> Iterator[Mapping[str, NativeModel]]:
-    made = {level: native(library, level, "float32") for level in library.levels()}
+    made = {
+        instruction_set: native(library, instruction_set, "float32") for instruction_set in library.instruction_sets()
+    }
     yield made
     for model in made.values():
         model.close()
@@ -50,7 +52,7 @@ def models(library: Library) -> Iterator[Mapping[str, NativeModel]]:
 
 @pytest.fixture(scope="module")
 def model(library: Library, models: Mapping[str, NativeModel]) -> NativeModel:
-    return models[library.levels()[0]]
+    return models[library.instruction_sets()[0]]
 
 
 def like_a_model(rows: int, vocab: int = V, *, seed: int = 0, spread: float = 2.4) -> Tensor:
@@ -70,7 +72,9 @@ def uniforms(rows: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["model", "flat", "normal", "tied", "banned"])
-def test_chooses_what_the_torch_sampler_chooses(models: Mapping[str, NativeModel], level: str, kind: str) -> None:
+def test_chooses_what_the_torch_sampler_chooses(
+    models: Mapping[str, NativeModel], instruction_set: str, kind: str
+) -> None:
     rows = 3 * len(GRID)
     logits = like_a_model(rows)
     if kind == "flat":
@@ -84,7 +88,7 @@ def test_chooses_what_the_torch_sampler_chooses(models: Mapping[str, NativeModel
         logits[:, 7:] = -torch.inf
         logits[1::2, 3000:3040] = torch.randn(rows // 2, 40)
     chosen = build(GRID * 3)
-    theirs, ours = Sampler(V), NativeSampler(V, models[level])
+    theirs, ours = Sampler(V), NativeSampler(V, models[instruction_set])
     for seed in range(3):
         expected = theirs.select(logits, chosen, uniforms(rows, seed))
         actual = ours.select(logits, chosen, uniforms(rows, seed))
@@ -93,12 +97,12 @@ def test_chooses_what_the_torch_sampler_chooses(models: Mapping[str, NativeModel
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 15, 16, 17, 100, 257, 769, 1024, 1025])
-def test_any_vocabulary(models: Mapping[str, NativeModel], level: str, vocab: int) -> None:
+def test_any_vocabulary(models: Mapping[str, NativeModel], instruction_set: str, vocab: int) -> None:
     values = [{**one, "top_k": min(one.get("top_k", 0), vocab)} for one in GRID]
     logits = like_a_model(len(values), vocab, seed=vocab)
     chosen, numbers = build(values, vocab), uniforms(len(values), vocab)
     expected = Sampler(vocab).select(logits, chosen, numbers)
-    assert NativeSampler(vocab, models[level]).select(logits, chosen, numbers).tolist() == expected.tolist()
+    assert NativeSampler(vocab, models[instruction_set]).select(logits, chosen, numbers).tolist() == expected.tolist()
 
 
 def test_agrees_on_a_large_vocabulary(model: NativeModel) -> None:
@@ -116,7 +120,7 @@ def test_agrees_on_a_large_vocabulary(model: NativeModel) -> None:
     assert different <= total * 1e-4, f"{different} of {total}"
 
 
-def test_failures_are_the_samplers(models: Mapping[str, NativeModel], level: str) -> None:
+def test_failures_are_the_samplers(models: Mapping[str, NativeModel], instruction_set: str) -> None:
     logits = like_a_model(6)
     logits[0] = -torch.inf
     logits[1, V - 1] = torch.nan
@@ -129,20 +133,20 @@ def test_failures_are_the_samplers(models: Mapping[str, NativeModel], level: str
         assert expected[0] == EMPTY_ROW
         assert expected[1] == expected[3] == INVALID_ROW
         assert expected[2] in (5, 9)
-        assert NativeSampler(V, models[level]).select(logits, chosen, numbers).tolist() == expected, values
+        assert NativeSampler(V, models[instruction_set]).select(logits, chosen, numbers).tolist() == expected, values
 
 
-def test_denormal_logits_are_not_zero(models: Mapping[str, NativeModel], level: str) -> None:
+def test_denormal_logits_are_not_zero(models: Mapping[str, NativeModel], instruction_set: str) -> None:
     logits = torch.zeros(2, V)
     logits[:, 4000] = 1e-40
     chosen = build([{"temperature": 0.0}, {"temperature": 1e-44, "top_k": 5}])
-    assert NativeSampler(V, models[level]).select(logits, chosen, uniforms(2)).tolist() == [4000, 4000]
+    assert NativeSampler(V, models[instruction_set]).select(logits, chosen, uniforms(2)).tolist() == [4000, 4000]
 
 
-def test_a_row_does_not_depend_on_its_batch(models: Mapping[str, NativeModel], level: str) -> None:
+def test_a_row_does_not_depend_on_its_batch(models: Mapping[str, NativeModel], instruction_set: str) -> None:
     rows = len(GRID)
     logits, numbers = like_a_model(rows), uniforms(rows)
-    sampler = NativeSampler(V, models[level])
+    sampler = NativeSampler(V, models[instruction_set])
     together = sampler.select(logits, build(GRID), numbers).tolist()
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     shuffled = sampler.select(logits[order], build([GRID[at] for at in order]), numbers[order])
@@ -187,7 +191,7 @@ def test_draws_follow_the_distribution(model: NativeModel, values: dict[str, Any
     assert statistic < freedom + 4 * math.sqrt(2 * freedom), (statistic, freedom)
 
 
-def test_raw_logprobs(models: Mapping[str, NativeModel], level: str) -> None:
+def test_raw_logprobs(models: Mapping[str, NativeModel], instruction_set: str) -> None:
     logits = like_a_model(12)
     logits[3] = (logits[3] * 2).round() / 2
     logits[4, 10:] = -torch.inf
@@ -196,7 +200,7 @@ def test_raw_logprobs(models: Mapping[str, NativeModel], level: str) -> None:
     tokens[0] = int(logits[0].argmax())
     tops = [0, 1, 5, 20, 20, 3, 5, 100, 5, 0, 2, V]
     expected = Sampler(V).raw_logprobs(logits, torch.arange(12), tokens, tops)
-    actual = NativeSampler(V, models[level]).raw_logprobs(logits, torch.arange(12), tokens, tops)
+    actual = NativeSampler(V, models[instruction_set]).raw_logprobs(logits, torch.arange(12), tokens, tops)
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.token_id == theirs.token_id
         assert mine.rank == pytest.approx(theirs.rank, abs=2)  # float rounding may tie neighbours
@@ -206,10 +210,10 @@ def test_raw_logprobs(models: Mapping[str, NativeModel], level: str) -> None:
     assert actual[0].rank == 1
 
 
-def test_processed_logprobs_belong_to_the_kept_tokens(models: Mapping[str, NativeModel], level: str) -> None:
+def test_processed_logprobs_belong_to_the_kept_tokens(models: Mapping[str, NativeModel], instruction_set: str) -> None:
     rows = len(GRID)
     logits, numbers, chosen = like_a_model(rows), uniforms(rows), build(GRID)
-    sampler = NativeSampler(V, models[level])
+    sampler = NativeSampler(V, models[instruction_set])
     tokens = sampler.select(logits, chosen, numbers).tolist()
     index = torch.arange(rows)
     truncated = torch.zeros(rows, dtype=torch.bool)

@@ -26,7 +26,7 @@ WEIGHT, A = torch.randn(300, 96), torch.randn(40, 96)
 EXPECTED = (A.double() @ WEIGHT.double().T).float()
 
 def model_of(threads=3):
-    model = native(library, library.levels()[0], "float32", num_threads=threads)
+    model = native(library, library.instruction_sets()[0], "float32", num_threads=threads)
     model.set_linear(0, "out", _addresses(WEIGHT), 96, source_format=0, weight_format=0)
     return model
 

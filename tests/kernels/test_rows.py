@@ -17,7 +17,7 @@ WIDTH = (HEADS + 2 * KV) * DIM
 
 
 def model_of(library: Library, *, num_groups: int = 1, window: int = 0) -> NativeModel:
-    model = native(library, library.levels()[0], "float32", num_groups=num_groups, num_layers=num_groups)
+    model = native(library, library.instruction_sets()[0], "float32", num_groups=num_groups, num_layers=num_groups)
     for group in range(num_groups):
         model.set_group(group, 32, 1)
         model.set_layer(group, window=window, rope=-1, group=group, group_layer=0, scale=0.2)

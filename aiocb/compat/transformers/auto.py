@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.generation.continuous_batching import ContinuousMixin as _Reference
 
-from aiocb.compat.transformers import entry, mirror
+from aiocb.compat.transformers import entry
 
 __all__ = ["AutoClass", "ContinuousMixin", "served"]
 
@@ -60,7 +60,7 @@ class AutoClass:
 @functools.cache
 def served(reference: type) -> type:
     """Return the class that stands for an auto class of transformers; always the same one, as pickles need it."""
-    names = {"__module__": mirror.PACKAGE, "__doc__": AutoClass.__doc__}
+    names = {"__module__": __package__, "__doc__": AutoClass.__doc__}
     return type(reference.__name__, (AutoClass, reference), names)
 
 

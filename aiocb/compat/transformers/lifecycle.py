@@ -35,7 +35,7 @@ from aiocb.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from aiocb.config import EngineConfig
-    from aiocb.engine.admission import Plan
+    from aiocb.engine.prepare import Prepared
     from aiocb.engine.slot import Slot
     from aiocb.engine.source import Source
 
@@ -143,14 +143,14 @@ class Lifecycle:
                     return  # it has died already, or was destroyed
                 if not self._buffered:
                     if not is_new:
-                        session.release()
+                        session.unhold()
                     self._set_state("running")
                     return
                 ticket = self._buffered.popleft()
-            plan = self._plan(session, ticket)
-            if plan is not None:
+            prepared = self._prepare(session, ticket)
+            if prepared is not None:
                 with self._lock:
-                    session.submit(ticket, plan)
+                    session.submit(ticket, prepared)
 
     def stop(self, block: bool, timeout: float | None, keep_for_next_session: bool, hard_stop: bool) -> None:
         """Accept nothing more; the session ends, or is held, when nothing is left."""
@@ -230,7 +230,7 @@ class Lifecycle:
             yield
         finally:
             self._pauses.depth -= 1
-            session.release()
+            session.unhold()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -248,7 +248,7 @@ class Lifecycle:
             EngineClosed: this process was forked from the one in which the session runs.
         """
         self.raise_if_foreign()
-        plan: Plan | None = None
+        prepared: Prepared | None = None
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
@@ -260,10 +260,10 @@ class Lifecycle:
                     self.router.register(ticket.replies)
                     self._buffered.append(ticket)
                     return True
-                if plan is not None:
+                if prepared is not None:
                     if session.room.has_room(len(ticket.replies)):
                         self.router.register(ticket.replies)
-                        session.submit(ticket, plan)
+                        session.submit(ticket, prepared)
                         return True
                     limit = self._config.max_queue_size
                     remaining = None if deadline is None else deadline - time.monotonic()
@@ -271,8 +271,8 @@ class Lifecycle:
                         raise RequestQueueFull(f"the queue is full (max_queue_size={limit})")
                     session.wait_for_room(remaining)
                     continue
-            plan = self._plan(session, ticket)
-            if plan is None:
+            prepared = self._prepare(session, ticket)
+            if prepared is None:
                 return True
 
     def drops(self) -> bool:
@@ -324,10 +324,10 @@ class Lifecycle:
             self._check_not_destroyed()
             return session, True
 
-    def _plan(self, session: ThreadSession, ticket: Ticket) -> Plan | None:
+    def _prepare(self, session: ThreadSession, ticket: Ticket) -> Prepared | None:
         """Check a request; one that cannot run has ended."""
         try:
-            return session.plan(ticket)
+            return session.prepare(ticket)
         except InvalidRequest as error:
             self.fail(ticket, error)
             return None

@@ -15,7 +15,7 @@ from aiocb.sampling_params import SamplingParams, generation_values
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-    from aiocb.engine.admission import Limits, Plan
+    from aiocb.engine.prepare import Limits, Prepared
 
 __all__ = ["LogitProcessors", "Parameters", "Scope", "request_sampling"]
 
@@ -184,16 +184,16 @@ class Parameters:
             changes["logits_processors"] = (*before, *(own if isinstance(own, Iterable) else (own,)), *after)
         return dataclasses.replace(sampling, **changes) if changes else sampling
 
-    def check_room(self, plan: Plan, limits: Limits) -> None:
+    def check_room(self, prepared: Prepared, limits: Limits) -> None:
         """Warn, once for each number, when the config wants more tokens than fit."""
-        wanted, room = plan.sampling.max_new_tokens, plan.max_output_tokens
+        wanted, room = prepared.sampling.max_new_tokens, prepared.max_output_tokens
         if wanted is not None and room < wanted:
             is_the_models = limits.defaults.max_model_len <= limits.max_request_tokens
             where = "the model's limit" if is_the_models else "the cache (raise num_blocks or max_memory_percent)"
             self._scope.warn(
                 ("max_new_tokens", wanted),
                 f"max_new_tokens={wanted} of the generation config does not fit: a prompt of "
-                f"{len(plan.prompt_token_ids)} tokens leaves room for {room} in {where}; such requests end there",
+                f"{len(prepared.prompt_token_ids)} tokens leaves room for {room} in {where}; such requests end there",
             )
 
     def _warpers(self, sampling: SamplingParams) -> dict[str, Any]:

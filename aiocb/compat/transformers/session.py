@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiocb.compat.transformers.router import Reply, Router
-from aiocb.engine.admission import Plan, StreamSpec, plan_request
 from aiocb.engine.core import EngineCore
 from aiocb.engine.life import Life
 from aiocb.engine.output import Submission
+from aiocb.engine.prepare import Prepared, StreamSpec, prepare_tokens
 from aiocb.engine.slot import Delta, End, Lane, Slot
 from aiocb.outputs import RequestMetrics, Usage
 from aiocb.sampling_params import SamplingParams
@@ -149,7 +149,7 @@ class ThreadSession(Life):
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def plan(self, ticket: Ticket) -> Plan:
+    def prepare(self, ticket: Ticket) -> Prepared:
         """Check a request against the model and the cache; nothing is registered.
 
         Raises:
@@ -159,20 +159,20 @@ class ThreadSession(Life):
         limits = ticket.parameters.limits(self.limits)
         prompt = self.text.normalize_prompt(ticket.prompt, vocab_size=limits.defaults.vocab_size)
         sampling = ticket.parameters.complete(ticket.sampling, len(prompt))
-        plan = plan_request(StreamSpec(prompt, sampling, ticket.request_id), prompt, limits, self.text)
-        ticket.parameters.check_room(plan, limits)
-        return plan
+        prepared = prepare_tokens(StreamSpec(prompt, sampling, ticket.request_id), prompt, limits, self.text)
+        ticket.parameters.check_room(prepared, limits)
+        return prepared
 
-    def submit(self, ticket: Ticket, plan: Plan) -> None:
+    def submit(self, ticket: Ticket, prepared: Prepared) -> None:
         """Hand a planned request to the worker; its replies are registered. Never waits."""
         slot = Slot(ticket.request_id, self.bridge, len(ticket.replies))
         lanes: list[Lane] = []
         for index, reply in enumerate(ticket.replies):
             reply.slot = slot
-            reply.prompt_ids = plan.prompt_token_ids
+            reply.prompt_ids = prepared.prompt_token_ids
             lanes.append(ThreadLane(slot, index, reply))
-        if plan.max_output_tokens == 0:
-            end = End("length", None, Usage(len(plan.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
+        if prepared.max_output_tokens == 0:
+            end = End("length", None, Usage(len(prepared.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
             self.bridge.post([Delta(lane, (), "", None, end) for lane in lanes])
             return
         self.bridge.line.enter(len(lanes))
@@ -180,9 +180,9 @@ class ThreadSession(Life):
         submission = Submission(
             slot,
             tuple(lanes),
-            plan.prompt_token_ids,
-            plan.sampling,
-            plan.max_output_tokens,
+            prepared.prompt_token_ids,
+            prepared.sampling,
+            prepared.max_output_tokens,
             time.monotonic() - age,
             stream_interval=ticket.interval,
         )
@@ -212,7 +212,7 @@ class ThreadSession(Life):
                 self.put((EngineCore.pause, self.held.set))
             return self.held
 
-    def release(self) -> None:
+    def unhold(self) -> None:
         """Give up one hold. After the last one steps go on, over the weights as they are then."""
         with self._lock:
             self._num_holds -= 1

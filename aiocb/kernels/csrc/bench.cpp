@@ -14,7 +14,7 @@ AIOCB_API int aiocb_attention(Handle* handle, const StepArgs* args, int layer, c
     const Batch batch = handle->begin(*args, 0);
     const Buffers& b = handle->plain.buffers;
     std::memcpy(b.qkv, qkv, size_t(batch.num_tokens) * size_t((c.num_heads + 2 * c.num_kv_heads) * c.head_dim) * 4);
-    handle->parallel([&](Lane lane) { handle->level->attention(&handle->plain, &batch, layer, lane); });
+    handle->parallel([&](Lane lane) { handle->isa->attention(&handle->plain, &batch, layer, lane); });
     const int64_t heads = int64_t(c.num_heads) * c.head_dim;
     for (int t = 0; out && t < batch.num_tokens; ++t)
       for (int64_t i = 0; i < heads; ++i) {
@@ -35,9 +35,9 @@ AIOCB_API int aiocb_linear(Handle* handle, int layer, int slot, const char* a, i
     if (!linear || !linear->data || rows < 1) throw Failure(kBadShape, "no linear %ld in layer %ld", slot, layer);
     if (linear->format == kInt8) handle->grow(rows, 1);
     const int format = handle->plain.config.format;
-    handle->reserve_scratch(handle->level->linear_scratch(linear->format, linear->depth, rows));
+    handle->reserve_scratch(handle->isa->linear_scratch(linear->format, linear->depth, rows));
     handle->parallel([&](Lane lane) {
-      handle->level->linear(linear, format, a, a_stride, rows, out, out_stride, lane);
+      handle->isa->linear(linear, format, a, a_stride, rows, out, out_stride, lane);
     });
   });
 }
@@ -46,12 +46,12 @@ AIOCB_API int aiocb_norm(Executor* executor, const float* weight, const float* b
                          const float* x, int rows, int width, int format, char* out) {
   return guarded(executor, [&] {
     const Norm norm = {const_cast<float*>(weight), const_cast<float*>(bias)};
-    executor->level->norm(&norm, is_layer_norm, eps, x, rows, width, format, out, int64_t(width) * (format == kF32 ? 4 : 2));
+    executor->isa->norm(&norm, is_layer_norm, eps, x, rows, width, format, out, int64_t(width) * (format == kF32 ? 4 : 2));
   });
 }
 
 AIOCB_API int aiocb_activation(Executor* executor, int kind, const float* gate, const float* up, int count, float* out) {
-  return guarded(executor, [&] { executor->level->activation(kind, gate, up, count, out); });
+  return guarded(executor, [&] { executor->isa->activation(kind, gate, up, count, out); });
 }
 
 // Seconds of the quickest of a few passes.
@@ -75,7 +75,7 @@ AIOCB_API int aiocb_bandwidth(Executor* executor, int64_t bytes, double* rate) {
     volatile float sink = 0.0f;
     *rate = double(bytes) / quickest([&] {
       executor->parallel([&](Lane lane) {
-        if (executor->level->read_memory(data, bytes, lane) != 0.0f) sink = 1.0f;
+        if (executor->isa->read_memory(data, bytes, lane) != 0.0f) sink = 1.0f;
       });
     });
   });
@@ -85,9 +85,9 @@ AIOCB_API int aiocb_bandwidth(Executor* executor, int64_t bytes, double* rate) {
 AIOCB_API int aiocb_arithmetic(Executor* executor, int format, double* rate) {
   return guarded(executor, [&] {
     constexpr int kRepeats = 2000;
-    const double operations = 2.0 * double(executor->level->multiply_add(format, 1, has_vnni())) * kRepeats;
+    const double operations = 2.0 * double(executor->isa->multiply_add(format, 1, has_vnni())) * kRepeats;
     *rate = operations * executor->num_threads() / quickest([&] {
-      executor->parallel([&](Lane) { executor->level->multiply_add(format, kRepeats, has_vnni()); });
+      executor->parallel([&](Lane) { executor->isa->multiply_add(format, kRepeats, has_vnni()); });
     });
   });
 }

@@ -6,22 +6,22 @@
 
 namespace aiocb {
 
-// A level that the compiler does not know or this processor does not need is left out by the build (AIOCB_NO_...).
+// An instruction set that the compiler does not know or this processor does not need is left out by the build (AIOCB_NO_...).
 #if defined(__x86_64__) && !defined(AIOCB_NO_AVX512BF16)
 #define AIOCB_HAS_AVX512BF16
-namespace avx512bf16 { extern const Level level; }
+namespace avx512bf16 { extern const InstructionSet isa; }
 #endif
 #if defined(__x86_64__) && !defined(AIOCB_NO_AVX512)
 #define AIOCB_HAS_AVX512
-namespace avx512 { extern const Level level; }
+namespace avx512 { extern const InstructionSet isa; }
 #endif
 #if defined(__x86_64__) && !defined(AIOCB_NO_AVX2)
 #define AIOCB_HAS_AVX2
-namespace avx2 { extern const Level level; }
+namespace avx2 { extern const InstructionSet isa; }
 #endif
 #if !defined(AIOCB_NO_PORTABLE)
 #define AIOCB_HAS_PORTABLE
-namespace portable { extern const Level level; }
+namespace portable { extern const InstructionSet isa; }
 #endif
 
 namespace {
@@ -66,29 +66,29 @@ bool has_vnni() {
 #endif
 }
 
-const Level* find_level(const char* name) {
-  const Level* const levels[] = {  // best first
+const InstructionSet* find_instruction_set(const char* name) {
+  const InstructionSet* const all[] = {  // best first
 #if defined(AIOCB_HAS_AVX512BF16)
-      &avx512bf16::level,
+      &avx512bf16::isa,
 #endif
 #if defined(AIOCB_HAS_AVX512)
-      &avx512::level,
+      &avx512::isa,
 #endif
 #if defined(AIOCB_HAS_AVX2)
-      &avx2::level,
+      &avx2::isa,
 #endif
 #if defined(AIOCB_HAS_PORTABLE)
-      &portable::level,
+      &portable::isa,
 #endif
   };
-  for (const Level* level : levels)
-    if ((name ? std::strcmp(name, level->name) == 0 : is_worth_it(level->name)) && is_supported(level->name)) return level;
+  for (const InstructionSet* isa : all)
+    if ((name ? std::strcmp(name, isa->name) == 0 : is_worth_it(isa->name)) && is_supported(isa->name)) return isa;
   return nullptr;
 }
 
 }  // namespace aiocb
 
-AIOCB_API const char* aiocb_level(const char* name) {
-  const aiocb::Level* level = aiocb::find_level(name);
-  return level ? level->name : nullptr;
+AIOCB_API const char* aiocb_instruction_set(const char* name) {
+  const aiocb::InstructionSet* isa = aiocb::find_instruction_set(name);
+  return isa ? isa->name : nullptr;
 }

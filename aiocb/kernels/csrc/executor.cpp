@@ -26,8 +26,8 @@ int explain(char* error) {
 }
 
 Executor::Executor(const char* name, int num_threads, const Team* team)
-    : level(find_level(name)), pool_(pool_create(num_threads, team), pool_destroy) {
-  if (!level) throw Failure(kBadShape, "this processor does not run that instruction-set level");
+    : isa(find_instruction_set(name)), pool_(pool_create(num_threads, team), pool_destroy) {
+  if (!isa) throw Failure(kBadShape, "this processor does not run that instruction set");
   scratch_.resize(size_t(pool_size(pool())), nullptr);
 }
 
@@ -93,7 +93,7 @@ void Executor::fill_linear(const Linear& linear, const char* const* rows, PackAr
   std::vector<const char*> padded(size_t(linear.panels) * kPanel, nullptr);
   std::memcpy(padded.data(), rows, size_t(linear.columns) * sizeof(char*));
   args.rows = padded.data();
-  parallel([&](Lane lane) { level->pack(&linear, &args, lane); });
+  parallel([&](Lane lane) { isa->pack(&linear, &args, lane); });
   if (bias) std::memcpy(linear.bias, bias, size_t(linear.columns) * 4);
 }
 
@@ -109,7 +109,7 @@ int Executor::enter() {
 using namespace aiocb;
 
 AIOCB_API const char* aiocb_error(const Executor* executor) { return executor->error; }
-AIOCB_API const char* aiocb_handle_level(const Executor* executor) { return executor->level->name; }
+AIOCB_API const char* aiocb_handle_instruction_set(const Executor* executor) { return executor->isa->name; }
 
 // Refused while a call is going on. What a fork cut off in the middle of a call is left as it is.
 AIOCB_API int aiocb_destroy(Executor* executor) {

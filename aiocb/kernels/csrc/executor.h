@@ -1,4 +1,4 @@
-// What every handle is: a level, threads, memory, and a text for the last refusal.
+// What every handle is: an instruction set, threads, memory, and a text for the last refusal.
 //
 // A function of the C interface is one `guarded` call: it refuses a handle that another thread is using, and turns
 // whatever is thrown into a code and a text. Functions throw before they change anything. Threads get work by `parallel`.
@@ -23,11 +23,11 @@ int explain(char* error);
 
 class Executor {
  public:
-  const Level* const level;
+  const InstructionSet* const isa;
   Arena memory{size_t(32) << 20};  // what lives as long as the handle
   char error[kErrorBytes] = "";
 
-  // `name` of a level, null for the best; `team` as in pool_create.
+  // `name` of an instruction set, null for the best; `team` as in pool_create.
   Executor(const char* name, int num_threads, const Team* team);
   Executor(const Executor&) = delete;
   virtual ~Executor() {}

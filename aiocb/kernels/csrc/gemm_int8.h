@@ -52,7 +52,7 @@ struct VnniDot {
     return _mm512_set1_epi32(bytes);
   }
   static AIOCB_INLINE I16 dot(I16 sums, Weights w, Row r) {
-    // Not the intrinsic: GCC 12 copies its accumulators through memory. It also serves the level compiled without VNNI.
+    // Not the intrinsic: GCC 12 copies its accumulators through memory. It also serves the set compiled without VNNI.
     asm("vpdpbusd %2, %1, %0" : "+v"(sums.v) : "v"(w), "v"(r));
     return sums;
   }
@@ -149,7 +149,7 @@ struct PairDot {
     const signed char* bytes = reinterpret_cast<const signed char*>(p);
     return {{bytes[0], bytes[1], bytes[2], bytes[3]}};
   }
-  // Byte j of a lane is k + j on a little-endian machine, the only kind there is a level for.
+  // Byte j of a lane is k + j on a little-endian machine, the only kind there is an instruction set for.
   static AIOCB_INLINE I16 dot(I16 sums, Weights w, Row r) {
     AIOCB_UNROLL for (int i = 0; i < kParts; ++i)
       AIOCB_UNROLL for (int j = 0; j < 4; ++j) sums.v[i] += ((w.raw[i] >> (8 * j)) & 0xff) * r.bytes[j];
@@ -425,7 +425,7 @@ AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride
   run_int8_panels(linear, best_int8_rows(state.has_vnni), quantized, state.row_stride, rows, next, lane, epilogue);
 }
 
-// Multiply-adds of the largest tile on operands that stay in the nearest cache (see multiply_add in level.cpp).
+// Multiply-adds of the largest tile on operands that stay in the nearest cache (see multiply_add in instruction_set.cpp).
 inline int64_t int8_multiply_add(int repeats, bool has_vnni) {
   constexpr int kGroups = 4, kStride = kGroups * (kInt8Group + int(sizeof(Int8GroupMeta))) + 64;
   alignas(64) char weights[kGroups * kInt8GroupBytes] = {}, rows[kInt8Rows * kStride] = {};

@@ -25,7 +25,7 @@ struct Handle : Executor {
   std::vector<const int32_t*> pointers;      // [groups][R] of the step
   uint64_t num_steps = 0;
 
-  Handle(const Config& config, const char* level, int num_threads);
+  Handle(const Config& config, const char* isa, int num_threads);
 
   int64_t element() const { return plain.config.format == kF32 ? 4 : 2; }
   Linear* linear(int layer, int slot);       // null: there is none

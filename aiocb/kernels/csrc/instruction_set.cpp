@@ -1,6 +1,6 @@
-// One instruction-set level: the whole step of a decoder, and the single kernels for tests and benchmarks.
+// One instruction set: the whole step of a decoder, and the single kernels for tests and benchmarks.
 //
-// Compiled once per level with AIOCB_ISA set to its name; dispatch.cpp chooses one at run time. A step is one parallel region
+// Compiled once per instruction set with AIOCB_ISA set to its name; dispatch.cpp chooses one at run time. A step is one parallel region
 // of a few stages per layer with a barrier between them; every stage cuts its work so that no output has two owners.
 #include "attention.h"
 #include "experts.h"
@@ -162,7 +162,7 @@ struct Step {
     for (int i = 0; i < batch.num_outputs; ++i) best[i] = -__builtin_inff(), ids[i] = kEmptyRow;
     pool_barrier(model.pool);
     LogitsEpilogue epilogue = {c.logit_scale, c.logit_softcap, model.head.columns, model.head.bias,
-                               batch.logit_slots, batch.logits, best, ids};
+                               batch.logit_targets, batch.logits, best, ids};
     run_linear<F>(model.head, buffers.output_rows, buffers.hidden_stride, batch.num_outputs,
                first_panel(model.layers[0].qkv, lane), lane, epilogue);
     pool_barrier(model.pool);
@@ -364,8 +364,8 @@ int64_t multiply_add(int format, int repeats, int has_vnni) {
 
 #define AIOCB_STRING_(name) #name
 #define AIOCB_STRING(name) AIOCB_STRING_(name)
-extern const Level level;
-const Level level = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, linear_scratch, norm, activation,
+extern const InstructionSet isa;
+const InstructionSet isa = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, linear_scratch, norm, activation,
                      select, read_memory, multiply_add, paged_write, paged_attend, linear_rows};
 
 }  // namespace AIOCB_ISA

@@ -32,7 +32,7 @@ constexpr Entry kEntries[] = {
            num_chosen, expert_size, is_renormalised, norm_eps, embedding_scale, residual_scale, logit_scale,
            attention_softcap, logit_softcap)
     STRUCT(StepArgs, num_tokens, num_sequences, num_outputs, num_new_blocks, token_ids, rows, starts, lengths,
-           block_starts, block_counts, new_blocks, output_rows, logit_slots, logits, argmax)
+           block_starts, block_counts, new_blocks, output_rows, logit_targets, logits, argmax)
     STRUCT(SelectArgs, mode, num_rows, vocab, stride, logits, rows, kinds, temperature, top_k, top_p, log_min_p,
            uniforms, ids, tokens, num_top, width, chosen, ranks, top_values, top_ids)
     STRUCT(PagedCall, num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window, scale,

@@ -6,7 +6,7 @@
 
 namespace aiocb {
 
-Handle::Handle(const Config& config, const char* level, int num_threads) : Executor(level, num_threads, nullptr) {
+Handle::Handle(const Config& config, const char* isa, int num_threads) : Executor(isa, num_threads, nullptr) {
   plain.config = config;
   plain.pool = pool();
   plain.layers = memory.take<Layer>(config.num_layers);
@@ -162,10 +162,10 @@ char* block_address(const Handle* handle, int group, int block) {
 using namespace aiocb;
 
 // Null where it fails, with the reason in `error` [kErrorBytes].
-AIOCB_API Executor* aiocb_create(const Config* config, const char* level, int num_threads, char* error) {
+AIOCB_API Executor* aiocb_create(const Config* config, const char* isa, int num_threads, char* error) {
   try {
     check_config(*config);
-    return new Handle(*config, level, num_threads);
+    return new Handle(*config, isa, num_threads);
   } catch (...) {
     explain(error);
     return nullptr;

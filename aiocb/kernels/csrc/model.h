@@ -1,4 +1,4 @@
-// Plain data shared by every instruction-set level: no inline code, no containers (see vec.h for the reason).
+// Plain data shared by every instruction set: no inline code, no containers (see vec.h for the reason).
 //
 // T tokens of the step, R requests, H query heads, K key/value heads, G = H / K, D head dim, I intermediate, V vocabulary.
 #pragma once
@@ -104,7 +104,7 @@ struct StepArgs {
   const int32_t* block_counts;    // [R]
   const int32_t* new_blocks;      // [groups][num_new_blocks]
   const int32_t* output_rows;     // [outputs] rows of the packed tokens
-  const int32_t* logit_slots;     // [outputs] row of `logits` to write, -1: none
+  const int32_t* logit_targets;     // [outputs] row of `logits` to write, -1: none
   float* logits;                  // [slots][V]
   int32_t* argmax;                // [outputs], or SelectFailure
 };
@@ -121,7 +121,7 @@ struct Batch {
   const int32_t* positions;                     // [T]
   const int32_t* const* tables;                 // [groups][R] block of each page, from position 0 on
   const AttentionItem* items;
-  const int32_t *output_rows, *logit_slots;
+  const int32_t *output_rows, *logit_targets;
   float* logits;
   int32_t* argmax;
 };
@@ -200,8 +200,8 @@ struct PagedModel {
   Batch batch;
 };
 
-// What one instruction-set level offers; what takes a lane is called by every thread of the pool.
-struct Level {
+// What one instruction set offers; what takes a lane is called by every thread of the pool.
+struct InstructionSet {
   const char* name;
   void (*step)(const Model* model, const Batch* batch, Lane lane);
   void (*attention)(const Model* model, const Batch* batch, int layer, Lane lane);

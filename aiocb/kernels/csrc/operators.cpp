@@ -74,7 +74,7 @@ void attend(Generic* generic, const PagedCall& call) {
   batch.tables = generic->tables.data();
   generic->plan_attention(c, &batch);
   pool_reset_counters(generic->pool(), 1);
-  generic->parallel([&](Lane lane) { generic->level->paged_attend(&paged, lane); });
+  generic->parallel([&](Lane lane) { generic->isa->paged_attend(&paged, lane); });
 }
 
 }  // namespace
@@ -83,9 +83,9 @@ void attend(Generic* generic, const PagedCall& call) {
 using namespace aiocb;
 
 // Null where it fails, with the reason in `error` [kErrorBytes]. `team` is null for threads of our own.
-AIOCB_API Executor* aiocb_generic_create(const char* level, int num_threads, const Team* team, char* error) {
+AIOCB_API Executor* aiocb_generic_create(const char* isa, int num_threads, const Team* team, char* error) {
   try {
-    return new Generic(level, num_threads, team);
+    return new Generic(isa, num_threads, team);
   } catch (...) {
     explain(error);
     return nullptr;
@@ -100,9 +100,9 @@ AIOCB_API int aiocb_attention_write(Generic* generic, const PagedCall* call) {
       if (call->slots[t] < kPageSize || call->slots[t] >= limit)
         throw Failure(kBadBlock, "token %ld goes to slot %ld of %ld", t, call->slots[t], limit);
     if (int64_t(call->num_tokens) * call->num_kv_heads * call->head_dim < 2048)
-      generic->level->paged_write(call, {0, 1, nullptr});
+      generic->isa->paged_write(call, {0, 1, nullptr});
     else
-      generic->parallel([&](Lane lane) { generic->level->paged_write(call, lane); });
+      generic->parallel([&](Lane lane) { generic->isa->paged_write(call, lane); });
   });
 }
 
@@ -145,9 +145,9 @@ AIOCB_API int aiocb_generic_linear(Generic* generic, int index, const char* a, i
     if (rows < 1) return;
     const Linear& linear = generic->linears[size_t(index)];
     const int64_t out_stride = int64_t(linear.columns) * (linear.format == kF32 ? 4 : 2);
-    generic->reserve_scratch(generic->level->linear_scratch(linear.format, linear.depth, rows));
+    generic->reserve_scratch(generic->isa->linear_scratch(linear.format, linear.depth, rows));
     generic->parallel([&](Lane lane) {
-      generic->level->linear_rows(&linear, a, a_stride, rows, out, out_stride, lane);
+      generic->isa->linear_rows(&linear, a, a_stride, rows, out, out_stride, lane);
     });
   });
 }

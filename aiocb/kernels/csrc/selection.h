@@ -1,4 +1,4 @@
-// Arguments of token selection and log-probabilities: plain data, shared by every instruction-set level.
+// Arguments of token selection and log-probabilities: plain data, shared by every instruction set.
 #pragma once
 #include <cstdint>
 

@@ -104,7 +104,7 @@ void Handle::grow(int tokens, int outputs) {
   }
   b.best_values = buffers.take<float>(threads * outputs);
   b.best_ids = buffers.take<int32_t>(threads * outputs);
-  reserve_scratch(level->linear_scratch(kBf16, deepest, tokens > outputs ? tokens : outputs));
+  reserve_scratch(isa->linear_scratch(kBf16, deepest, tokens > outputs ? tokens : outputs));
   max_tokens = tokens;
   max_outputs = outputs;
 }
@@ -183,7 +183,7 @@ Batch Handle::begin(const StepArgs& a, int num_outputs) {
   Batch batch = {};
   batch.num_tokens = a.num_tokens, batch.num_sequences = a.num_sequences, batch.num_outputs = num_outputs;
   batch.token_ids = a.token_ids, batch.starts = a.starts, batch.lengths = a.lengths;
-  batch.output_rows = a.output_rows, batch.logit_slots = a.logit_slots, batch.logits = a.logits, batch.argmax = a.argmax;
+  batch.output_rows = a.output_rows, batch.logit_targets = a.logit_targets, batch.logits = a.logits, batch.argmax = a.argmax;
   plan_attention(c, &batch);
   positions.resize(size_t(a.num_tokens));
   pointers.resize(groups * size_t(a.num_sequences));
@@ -215,10 +215,10 @@ using namespace aiocb;
 AIOCB_API int aiocb_step(Handle* handle, const StepArgs* args) {
   return guarded(handle, [&] {
     handle->complete();
-    if (args->num_outputs && (!args->argmax || (args->logit_slots && !args->logits)))
+    if (args->num_outputs && (!args->argmax || (args->logit_targets && !args->logits)))
       throw Failure(kBadOutput, "%ld outputs without a place for them", args->num_outputs);
     const Batch batch = handle->begin(*args, args->num_outputs);
-    handle->parallel([&](Lane lane) { handle->level->step(&handle->plain, &batch, lane); });
+    handle->parallel([&](Lane lane) { handle->isa->step(&handle->plain, &batch, lane); });
   });
 }
 
@@ -237,6 +237,6 @@ AIOCB_API int aiocb_select(Handle* handle, const SelectArgs* args) {
       throw Failure(kBadShape, "selection of %ld rows of %ld, %ld apart", args->num_rows, args->vocab, args->stride);
     handle->reserve_scratch(select_scratch_bytes(args->vocab));
     pool_reset_counters(handle->pool(), 1);
-    handle->parallel([&](Lane lane) { handle->level->select(args, handle->pool(), lane); });
+    handle->parallel([&](Lane lane) { handle->isa->select(args, handle->pool(), lane); });
   });
 }

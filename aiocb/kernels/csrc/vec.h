@@ -2,8 +2,8 @@
 //
 // One vocabulary (`F16`: sixteen floats) keeps the kernels free of intrinsics: it is one zmm register on AVX-512, two
 // ymm on AVX2 and four 128-bit vectors elsewhere (SSE2, NEON) through the compiler's vector extension. Everything here
-// is in the namespace of its instruction set, because the same sources are compiled once per level into one library
-// and a shared inline function would be merged by the linker into the copy of an arbitrary level.
+// is in the namespace of its instruction set, because the same sources are compiled once per instruction set into one library
+// and a shared inline function would be merged by the linker into the copy of an arbitrary one.
 #pragma once
 #include <cstddef>
 #include <cstdint>

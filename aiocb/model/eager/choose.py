@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -16,35 +15,17 @@ from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, load
 from aiocb.kernels.generic import GenericKernels
 from aiocb.model.kv import format_size, free_memory
-from aiocb.model.request import Candidate, Material, ModelRequest, Refusal
 
 if TYPE_CHECKING:
     from aiocb.model.eager.linears import PackedLinears
 
-__all__ = ["choose_backend", "pack_linears", "plan"]
+__all__ = ["choose_backend", "pack_linears"]
 
 AUTOMATIC = ("cpu", "sdpa", "eager")
 """Backends that are tried when none is configured, best first."""
 
 ALL_PACKED = 0.9
 """Share of the weights of products that must be packed for torch to be held to one thread."""
-
-
-def plan(request: ModelRequest, material: Material) -> Candidate | Refusal:
-    """Take any model, unless what was asked for is only to be had of the native kernels."""
-    from aiocb.model.eager.runner import TorchRunner
-    from aiocb.sampling.sampler import Sampler
-
-    config, module = request.config, material.module
-    if request.quantization is not None:
-        return Refusal(
-            f"quantization={request.quantization!r} needs the native CPU kernels (leave quantization out to run the "
-            "weights as they are)"
-        )
-    if config.native and config.attention is None:
-        return Refusal("native=True was asked for")
-    sampler = request.sampler or Sampler(material.defaults.vocab_size, device=str(module.device))
-    return Candidate(functools.partial(TorchRunner, module, config, sampler, max_model_len=material.max_model_len))
 
 
 def choose_backend(
@@ -115,4 +96,4 @@ def pack_linears(
         backend.kernels = kernels  # type: ignore[attr-defined]
     linears = PackedLinears(model, kernels)
     packed = f"{linears.count} of {linears.num_linears}, {format_size(linears.num_bytes)}"
-    return linears, Choice("linears", "native", f"{packed}, {kernels.level}, {kernels.threads} threads")
+    return linears, Choice("linears", "native", f"{packed}, {kernels.instruction_set}, {kernels.threads} threads")

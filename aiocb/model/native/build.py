@@ -89,7 +89,7 @@ def build(
     module: Any = None,
     is_owned: bool = False,
     quantization: str | None = None,
-    level: str | None = None,
+    instruction_set: str | None = None,
     checks_parity: bool = True,
 ) -> NativeRunner | Refusal:
     """Build the native runner of a described model.
@@ -103,7 +103,7 @@ def build(
         module: compared with, where there is one, and read again when weights change.
         is_owned: nothing of the module is read after packing.
         quantization: "int8" or None.
-        level: instruction set; None for the best of this processor.
+        instruction_set: instruction set; None for the best of this processor.
         checks_parity: compare with the module's own forward.
 
     Raises:
@@ -117,7 +117,7 @@ def build(
     threads = config.num_threads or default_num_threads()
     try:
         native = build_native_model(
-            library, description, layout, threads, level, copy_embedding=is_owned, quantization=quantization
+            library, description, layout, threads, instruction_set, copy_embedding=is_owned, quantization=quantization
         )
     except KernelError as error:
         return Refusal(str(error))
@@ -125,7 +125,7 @@ def build(
     # Quantised weights are not read again: the cache would be overwritten by the run that looks at activations.
     kept = None if is_owned or quantization is not None else module
     runner = NativeRunner(native, description, layout, sampler or NativeSampler(description.vocab_size, native), kept)
-    kernels = Choice("kernels", f"{native.level}, {weights}, {threads} threads", description.family)
+    kernels = Choice("kernels", f"{native.instruction_set}, {weights}, {threads} threads", description.family)
     runner.choices = (page_choice, layout_choice, kernels)
     if module is not None and checks_parity:
         from aiocb.model.parity import check_parity

@@ -79,7 +79,7 @@ class NativeRunner(ImmediateRunner):
 
     def __repr__(self) -> str:
         groups = "+".join(str(group.num_blocks) for group in self._layout.groups)
-        return f"<NativeRunner {self.native.level} [{groups} blocks]>"
+        return f"<NativeRunner {self.native.instruction_set} [{groups} blocks]>"
 
     def close(self) -> None:
         """Free weights and cache, join the threads. Idempotent."""

@@ -63,7 +63,7 @@ class NativeSampler(Sampler):
     def __init__(self, vocab_size: int, native: NativeModel) -> None:
         """Args:
         vocab_size: columns of the logits.
-        native: whose threads and instruction-set level are used; its weights play no part.
+        native: whose threads and instruction set are used; its weights play no part.
         """
         super().__init__(vocab_size)
         self._native = native

@@ -96,7 +96,7 @@ class NativeStep:
                     self.num_logits += entry.num_logits
                 else:
                     places.extend([-1] * entry.num_logits)
-            self._arrays["logit_slots"] = places
+            self._arrays["logit_targets"] = places
 
     def arguments(self, logits: int | None) -> StepArguments:
         """Return the C structure; `logits` is the address of [N, V] floats, None where none are wanted."""

@@ -27,7 +27,7 @@ def build_native_model(
     description: ModelDescription,
     layout: CacheLayout,
     num_threads: int,
-    level: str | None,
+    instruction_set: str | None,
     copy_embedding: bool,
     quantization: str | None = None,
 ) -> NativeModel:
@@ -40,7 +40,7 @@ def build_native_model(
         KernelError: the kernels do not support a shape of the model.
     """
     config = _config(description, layout)
-    native = NativeModel(library, config, num_threads=num_threads, level=level)
+    native = NativeModel(library, config, num_threads=num_threads, instruction_set=instruction_set)
     for group, cache in enumerate(layout.groups):
         native.set_group(group, cache.num_blocks * layout.page_size // PAGE_SIZE, len(cache.layers))
     _pack_all(native, description, layout, copy_embedding, quantization)
