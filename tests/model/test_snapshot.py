@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -145,7 +145,7 @@ def test_no_modelling_code_is_imported(model: Path) -> None:
     assert done.stdout == "end\n"
 
 
-@pytest.mark.parametrize("what", ["values.json", "vectors.safetensors", "seal.json", "missing"])
+@pytest.mark.parametrize("what", ["material.pickle", "vectors.safetensors", "seal.json", "missing"])
 def test_a_damaged_snapshot_is_made_anew(
     model: Path, no_module: Any, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,9 +247,9 @@ def test_experts_are_written_down(tmp_path: Path, name: str) -> None:
     save_file(model.state_dict(), weights)
     stored = snapshot.stored_weights(model, [weights])
     assert stored.keys() == model.state_dict().keys()
-    encoded = snapshot.encode(description, stored)
+    encoded = snapshot.encode(Material(ModelDefaults(128, 512), "", description=description), stored)
     assert encoded is not None
-    snapshot._write(tmp_path / "native", encoded, Material(ModelDefaults(128, 512), ""))
+    snapshot._write(tmp_path / "native", encoded)
     loaded = snapshot.load(tmp_path / "native", loader.Found((weights,), tmp_path, ""))
     assert loaded is not None and loaded.description is not None
     for before, after in zip(description.layers, loaded.description.layers, strict=True):
@@ -280,19 +280,21 @@ def test_writers_at_once_leave_a_whole_snapshot(gguf_file: Path, no_module: Any)
     stored = snapshot.load(folder, found)
     assert stored is not None and stored.description is not None
     assert snapshot.encode(stored.description, load_file(found.weights[0])) is None, "another mapping of the file"
-    one = snapshot.Encoded({"nothing": 1}, {str(index): torch.full((4096,), float(index)) for index in range(8)})
+    one = snapshot.Encoded(
+        pickle.dumps("nothing"), {str(index): torch.full((4096,), float(index)) for index in range(8)}
+    )
     other = folder.with_name("native-other")
 
     def write() -> None:
         for _ in range(20):
-            snapshot._write(other, one, Material(stored.defaults, ""))
+            snapshot._write(other, one)
 
     threads = [threading.Thread(target=write) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert json.loads((other / "values.json").read_text())["description"] == {"nothing": 1}
+    assert pickle.loads((other / "material.pickle").read_bytes()) == "nothing"
     assert set(load_file(other / "vectors.safetensors")) == set(one.vectors)
     assert snapshots(gguf_file) == sorted([folder, other])
     no_module()
@@ -300,10 +302,10 @@ def test_writers_at_once_leave_a_whole_snapshot(gguf_file: Path, no_module: Any)
 
 
 def test_few_snapshots_of_a_model_are_kept(tmp_path: Path) -> None:
-    encoded = snapshot.Encoded({}, {"0": torch.ones(2)})
+    encoded = snapshot.Encoded(b"", {"0": torch.ones(2)})
     for index in range(snapshot._KEPT + 3):
         folder = tmp_path / f"model-{index:020x}"
-        snapshot._write(folder, encoded, Material(ModelDefaults(8, 8), ""))
+        snapshot._write(folder, encoded)
         os.utime(folder, (index, index))
     (tmp_path / "other-0").mkdir()
     kept = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())

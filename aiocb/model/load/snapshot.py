@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import importlib.metadata
-import json
+import io
 import logging
+import pickle
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -27,14 +27,12 @@ from torch import Tensor
 
 import aiocb
 from aiocb import files
-from aiocb.config import Choice
-from aiocb.model.native.families import Experts, LayerDescription, ModelDescription, Projection
 from aiocb.model.request import Material
-from aiocb.sampling_params import ModelDefaults
 
 if TYPE_CHECKING:
     from aiocb.kernels import Library
     from aiocb.model.load.hub import Found
+    from aiocb.model.native.families import ModelDescription
 
 __all__ = ["Encoded", "encode", "load", "save", "snapshot_folder", "stored_weights"]
 
@@ -42,7 +40,8 @@ logger = logging.getLogger("aiocb.model")
 
 _PACKAGE = Path(__file__).parents[2]
 _SOURCES = ("model/**/*.py", "model/**/*.json", "kernels/library.py", "sampling_params.py")
-_MAKER = "snapshot 2"
+_MAKER = "snapshot 3"
+_CONTENT, _VECTORS = "material.pickle", "vectors.safetensors"
 _KEPT = 8  # per model: other versions, settings and earlier contents of its files
 
 
@@ -94,61 +93,47 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 class Encoded(NamedTuple):
-    """A description as it can be written: values, and the vectors that are not in the weights file."""
+    """What was pickled, and the vectors in it that are not in the weights file."""
 
-    values: dict[str, Any]
+    content: bytes
     vectors: dict[str, Tensor]
 
 
-def encode(description: ModelDescription, weights: Mapping[str, Tensor]) -> Encoded | None:
-    """Write a description down in names of `weights` (of `stored_weights`, not freed); None when that cannot be."""
+def encode(value: object, weights: Mapping[str, Tensor]) -> Encoded | None:
+    """Pickle a value whose tensors have names in `weights` (of `stored_weights`, not freed); None when one has none.
+
+    Small ones are written beside it. A pickle runs what it names; so does the library that lies in the same cache.
+    """
     names = {(tensor.data_ptr(), tuple(tensor.shape), tensor.stride()): name for name, tensor in weights.items()}
     vectors: dict[str, Tensor] = {}
 
-    def encoded(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            name = names.get((value.data_ptr(), tuple(value.shape), value.stride()))
-            if name is not None:
-                return {"weight": name}
-            if value.dim() > 1:
-                raise LookupError("a matrix that is no tensor of the weights file")
-            key = str(len(vectors))
-            vectors[key] = value.detach().clone()  # a file of tensors takes none that share memory
-            return {"vector": key}
-        if hasattr(value, "_asdict"):
-            return {type(value).__name__: encoded(value._asdict())}
-        if isinstance(value, dict):
-            return {key: encoded(item) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return {"tuple": [encoded(item) for item in value]}
-        if isinstance(value, list):
-            return [encoded(item) for item in value]
-        return value
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> str | None:
+            if not isinstance(obj, Tensor):
+                return None
+            name = names.get((obj.data_ptr(), tuple(obj.shape), obj.stride()))
+            if name is None:
+                if obj.dim() > 1:
+                    raise LookupError("a matrix that is no tensor of the weights file")
+                name = f"vector {len(vectors)}"
+                vectors[name] = obj.detach().clone()  # a file of tensors takes none that share memory
+            return name
 
+    content = io.BytesIO()
     try:
-        return Encoded(encoded(description), vectors)
+        Pickler(content).dump(value)
     except LookupError:
         return None
+    return Encoded(content.getvalue(), vectors)
 
 
-def _decoded(value: Any, weights: Mapping[str, Tensor], vectors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item, weights, vectors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        ((key, item),) = value.items()
-        if key == "weight":
-            return weights[item]
-        if key == "vector":
-            return vectors[item]
-        if key == "tuple":
-            return tuple(_decoded(item, weights, vectors))
-        kinds = (ModelDescription, LayerDescription, Projection, Experts)
-        kind: Any = next((kind for kind in kinds if kind.__name__ == key), None)
-        if kind is not None:
-            return kind(**_decoded(item, weights, vectors))
-    return {key: _decoded(item, weights, vectors) for key, item in value.items()}
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: str) -> Tensor:
+        return self._tensors[pid]
 
 
 def save(material: Material, description: ModelDescription, library: Library, quantization: str | None) -> None:
@@ -160,35 +145,27 @@ def save(material: Material, description: ModelDescription, library: Library, qu
     if found is None:
         return
     folder = snapshot_folder(found, library, quantization)
+    kept = material._replace(
+        module=None,
+        description=description,
+        tokenizer=None if material.tokenizer is None else type(material.tokenizer),
+        choices=tuple(choice for choice in material.choices if choice.name != "max_model_len"),
+        found=None,
+    )
     try:
-        encoded = encode(description, stored_weights(material.module, found.weights))
+        encoded = encode(kept, stored_weights(material.module, found.weights))
         if encoded is not None:
-            _write(folder, encoded, material)
+            _write(folder, encoded)
     except Exception:
         logger.debug("no snapshot can be written to %s", folder, exc_info=True)
 
 
-def _write(folder: Path, encoded: Encoded, material: Material) -> None:
+def _write(folder: Path, encoded: Encoded) -> None:
     from safetensors.torch import save_file
 
-    kind, defaults = type(material.tokenizer), material.defaults
-    values = {
-        "description": encoded.values,
-        "defaults": {
-            "vocab_size": defaults.vocab_size,
-            "max_model_len": defaults.max_model_len,
-            "eos_token_ids": list(defaults.eos_token_ids),
-            "generation": dict(defaults.generation),
-        },
-        "length_reason": material.length_reason,
-        "tokenizer": None if material.tokenizer is None else [kind.__module__, kind.__qualname__],
-        "choices": [list(choice) for choice in material.choices if choice.name != "max_model_len"],
-        "parity": material.parity,
-    }
-    text = json.dumps(values)
     with files.locked(folder), files.make_folder(folder, _MAKER) as scratch:
-        save_file(encoded.vectors, scratch / "vectors.safetensors")
-        (scratch / "values.json").write_text(text, encoding="utf-8")
+        save_file(encoded.vectors, scratch / _VECTORS)
+        (scratch / _CONTENT).write_bytes(encoded.content)
     siblings = sorted(folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*/"), key=lambda path: path.stat().st_mtime)
     for old in siblings[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
@@ -204,27 +181,13 @@ def load(folder: Path, found: Found) -> Material | None:
             if flaw:
                 logger.warning("the snapshot %s is made again: %s", folder, flaw)
             return None
-        values = json.loads((folder / "values.json").read_text(encoding="utf-8"))
-        vectors = load_file(folder / "vectors.safetensors")
-        weights = {name: tensor for path in found.weights for name, tensor in load_file(path).items()}
-        description = _decoded(values["description"], weights, vectors)
-        defaults = values["defaults"]
-        defaults["eos_token_ids"] = tuple(defaults["eos_token_ids"])
-        tokenizer = None
-        if values["tokenizer"] is not None:
-            module, name = values["tokenizer"]
-            kind: Any = getattr(importlib.import_module(module), name)
-            tokenizer = kind.from_pretrained(found.home)
-        choices = tuple(Choice(*each) for each in values["choices"])
-        return Material(
-            ModelDefaults(**defaults),
-            values["length_reason"],
-            description=description,
-            parity=values["parity"],
-            tokenizer=tokenizer,
-            choices=choices,
-            found=found,
-        )
+        tensors = {
+            name: tensor for path in (folder / _VECTORS, *found.weights) for name, tensor in load_file(path).items()
+        }
+        with (folder / _CONTENT).open("rb") as file:
+            kept: Material = _Unpickler(file, tensors).load()
+        tokenizer = None if kept.tokenizer is None else kept.tokenizer.from_pretrained(found.home)
+        return kept._replace(tokenizer=tokenizer, found=found)
     except Exception:
         # The whole way says what is wrong, or goes on without it.
         logger.debug("the snapshot %s cannot be used", folder, exc_info=True)
