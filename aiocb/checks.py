@@ -14,11 +14,12 @@ __all__ = [
     "check_bias",
     "check_boolean",
     "check_callables",
-    "check_count",
+    "check_choice",
     "check_eos",
     "check_id_set",
     "check_ids",
     "check_integer",
+    "check_logprobs",
     "check_real",
     "check_sequences",
     "check_strings",
@@ -45,7 +46,9 @@ def items_of(value: Any) -> Sequence[Any] | None:
     return None
 
 
-def check_real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+def check_real(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, open_low: bool = False
+) -> float:
     """Return `value` as a finite float between two bounds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidRequest(f"{name} must be a number, not {show_value(value)}")
@@ -62,7 +65,7 @@ def check_real(name: str, value: Any, low: float, high: float, *, open_low: bool
     return number
 
 
-def check_integer(name: str, value: Any, low: int, high: int | None) -> int:
+def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """Return `value` as an int between two bounds.
 
     Raises:
@@ -85,12 +88,17 @@ def check_boolean(name: str, value: Any) -> bool:
     return value
 
 
-def check_count(name: str, value: Any) -> int | None:
-    """Return how many log-probabilities are asked for; None is none."""
-    if value is None or value is False:
-        return None
-    if value is True:
-        return 0
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Return `value`, which has to be one of some words."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidRequest(f"{name} must be {' or '.join(map(repr, choices))}, not {show_value(value)}")
+    return value
+
+
+def check_logprobs(name: str, value: Any) -> int | None:
+    """Return how many log-probabilities are asked for; False is none, True those of the chosen tokens only."""
+    if isinstance(value, bool):
+        return 0 if value else None
     return check_integer(name, value, 0, _MAX_LOGPROBS)
 
 
@@ -140,18 +148,16 @@ def check_sequences(name: str, value: Any, vocab_size: int) -> tuple[tuple[int, 
     return tuple(dict.fromkeys([tuple(map(int, sequence)) for sequence in sequences if sequence]))
 
 
-def check_eos(value: Any, vocab_size: int) -> tuple[int, ...]:
+def check_eos(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
     """Return checked end-of-sequence ids."""
     # transformers' continuous batching uses -1 for "no end of sequence".
     if isinstance(value, numbers.Integral) and int(value) == -1:
         return ()
-    return check_id_set("eos_token_id", value, vocab_size)
+    return check_id_set(name, value, vocab_size)
 
 
 def check_strings(name: str, value: Any) -> tuple[str, ...]:
     """Return non-empty strings, each once."""
-    if value is None:
-        return ()
     values = items_of(value)
     if values is None or any(not isinstance(each, str) or not each for each in values):
         raise InvalidRequest(f"{name} must be a list of non-empty strings, not {show_value(value)}")
@@ -162,28 +168,20 @@ def check_strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def check_bias(value: Any, vocab_size: int) -> dict[int, float]:
+def check_bias(name: str, value: Any, vocab_size: int) -> dict[int, float]:
     """Return checked ids with finite numbers, or minus infinity."""
-    if value is None:
-        return {}
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"logit_bias must map token ids to numbers, not {show_value(value)}")
-    ids = check_ids("logit_bias", value.keys(), vocab_size)
+        raise InvalidRequest(f"{name} must map token ids to numbers, not {show_value(value)}")
+    ids = check_ids(name, value.keys(), vocab_size)
     # -inf is the one infinity that means something here: never this token.
-    biases = [
-        -math.inf
-        if isinstance(bias, numbers.Real) and bias == -math.inf
-        else check_real("logit_bias", bias, -math.inf, math.inf)
-        for bias in value.values()
-    ]
+    is_never = [isinstance(bias, numbers.Real) and bias == -math.inf for bias in value.values()]
+    biases = [-math.inf if never else check_real(name, bias) for never, bias in zip(is_never, value.values())]
     return dict(zip(ids, biases, strict=True))
 
 
-def check_callables(value: Any) -> tuple[Callable[..., Any], ...]:
+def check_callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     """Return processors."""
-    if value is None:
-        return ()
     processors = (value,) if callable(value) else items_of(value)
     if processors is None or any(not callable(processor) for processor in processors):
-        raise InvalidRequest("logits_processors must be a list of callables (token_ids, logits) -> logits")
+        raise InvalidRequest(f"{name} must be a list of callables (token_ids, logits) -> logits")
     return tuple(processors)

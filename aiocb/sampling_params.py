@@ -7,7 +7,7 @@ ones from the model's own generation config and checks every value, so that the 
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,10 +16,11 @@ from aiocb.checks import (
     check_bias,
     check_boolean,
     check_callables,
-    check_count,
+    check_choice,
     check_eos,
     check_id_set,
     check_integer,
+    check_logprobs,
     check_real,
     check_sequences,
     check_strings,
@@ -37,16 +38,6 @@ LogprobsMode = Literal["raw", "processed"]
 _ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 MAX_SAMPLES = 4096
 _INT64 = 2**63
-_LISTS = (
-    "bad_words",
-    "bad_words_ids",
-    "allowed_token_ids",
-    "eos_token_id",
-    "logits_processors",
-    "stop",
-    "stop_token_ids",
-)
-"""Fields of which a request takes a copy, so that a list that its owner changes later does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +139,6 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool | None = None
     parse_special_tokens: bool | None = None
-    # Asked for every request in every step; resolve() answers once.
-    _is_plain: bool | None = dataclasses.field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def build(cls, params: SamplingParams | GenerationConfig | None, keywords: Mapping[str, Any]) -> SamplingParams:
@@ -162,12 +151,7 @@ class SamplingParams:
         Raises:
             InvalidRequest: an unknown name, or a name given twice through its alias.
         """
-        if params is None:
-            base = None
-        elif isinstance(params, SamplingParams):
-            base = params
-        else:
-            base = cls.from_generation_config(params)
+        base = params if params is None or isinstance(params, SamplingParams) else cls.from_generation_config(params)
         values: dict[str, Any] = {}
         for name, value in keywords.items():
             field = _ALIASES.get(name, name)
@@ -177,14 +161,9 @@ class SamplingParams:
                 raise InvalidRequest(f"unknown sampling parameter {name!r}; known are: {', '.join(sorted(_FIELDS))}")
             values[field] = value
         built = cls(**values) if base is None else dataclasses.replace(base, **values) if values else base
-        changes: dict[str, Any] = {}
-        for name in _LISTS:
-            value = getattr(built, name)
-            if value is not None and (copied := _copied(value)) is not None:
-                changes[name] = copied
-        if built.logit_bias is not None and isinstance(built.logit_bias, Mapping):
-            changes["logit_bias"] = dict(built.logit_bias)
-        return dataclasses.replace(built, **changes) if changes else built
+        held = {name: getattr(built, name) for name in _FIELDS}
+        copies = {name: copy for name, value in held.items() if (copy := _copied(value)) is not value}
+        return dataclasses.replace(built, **copies) if copies else built
 
     @classmethod
     def from_generation_config(cls, config: GenerationConfig) -> SamplingParams:
@@ -202,14 +181,11 @@ class SamplingParams:
         values = generation_values(config)
         if check_integer("num_beams", values.get("num_beams") or 1, 0, None) > 1:
             raise InvalidRequest("num_beams > 1 is not supported; sample with n > 1 instead")
-        do_sample = values.get("do_sample")
         picked = {name: values[name] for name in _FROM_GENERATION if values.get(name) is not None}
-        if do_sample is False:
-            picked["temperature"] = 0.0
-            for name in ("top_p", "top_k", "min_p", "typical_p"):
-                picked.pop(name, None)
-        elif do_sample and "temperature" not in picked:
-            picked["temperature"] = 1.0
+        if values["do_sample"] is False:
+            picked = {name: value for name, value in picked.items() if name not in _TRUNCATIONS} | {"temperature": 0.0}
+        elif values["do_sample"]:
+            picked.setdefault("temperature", 1.0)
         if values.get("stop_strings") is not None:
             picked["stop"] = values["stop_strings"]
         if values.get("num_return_sequences"):
@@ -222,102 +198,38 @@ class SamplingParams:
         Raises:
             InvalidRequest: a value is out of its range or of the wrong type; the message names it.
         """
-        generation = defaults.generation
-        vocab_size = defaults.vocab_size
-
-        def pick(name: str, default: Any) -> Any:
-            value = getattr(self, name)
-            if value is None:
-                value = generation.get(name)
-            return default if value is None else value
-
-        temperature = self.temperature
-        samples = any(
-            value is not None and value is not False for value in (self.top_p, self.top_k, self.min_p, self.typical_p)
-        )
-        if temperature is None:
-            if generation.get("do_sample"):
-                temperature = pick("temperature", 1.0)
-            else:
-                temperature = 1.0 if samples else 0.0
-        top_k = pick("top_k", 0)
-        eos: Any = self.eos_token_id
-        if eos is None:
+        values: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
+        generation, vocab_size = defaults.generation, defaults.vocab_size
+        if self.temperature is None and not generation.get("do_sample"):
+            samples = any(each is not None and each is not False for each in map(values.get, _TRUNCATIONS))
+            values["temperature"] = 1.0 if samples else 0.0
+        if self.ignore_eos is True:
+            values["eos_token_id"] = ()
+        elif self.eos_token_id is None:
             # A model may name ids that it cannot produce; that is not the request's fault.
-            eos = tuple(token for token in defaults.eos_token_ids if 0 <= token < vocab_size)
-        stop = check_strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        detokenize = check_boolean("detokenize", self.detokenize)
-        if stop and not detokenize:
+            values["eos_token_id"] = tuple(token for token in defaults.eos_token_ids if 0 <= token < vocab_size)
+        if isinstance(self.stop, str):
+            values["stop"] = (self.stop,)
+        for name in _FROM_GENERATION:
+            if values[name] is None:
+                values[name] = generation.get(name)
+        for name, (check, default) in _RULES.items():
+            value = values[name]
+            if value is None and _FIELDS[name] is None:
+                values[name] = default
+            else:
+                values[name] = check(name, value, vocab_size) if check in _OF_VOCABULARY else check(name, value)
+        values["top_k"] = min(max(values["top_k"], 0), vocab_size)
+        if values["stop"] and not values["detokenize"]:
             raise InvalidRequest("stop strings need text: leave detokenize=True, or use stop_token_ids")
-        max_new_tokens = pick("max_new_tokens", None)
-        min_new_tokens = check_integer("min_new_tokens", pick("min_new_tokens", 0), 0, None)
-        if max_new_tokens is not None:
-            max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 0, None)
-            if self.min_new_tokens is None:
-                min_new_tokens = min(min_new_tokens, max_new_tokens)
-            if min_new_tokens > max_new_tokens:
-                raise InvalidRequest(
-                    f"min_new_tokens ({show_value(min_new_tokens)}) is greater than max_new_tokens ({max_new_tokens})"
-                )
-        mode = self.logprobs_mode
-        if not isinstance(mode, str) or mode not in ("raw", "processed"):
-            raise InvalidRequest(f"logprobs_mode must be 'raw' or 'processed', not {show_value(mode)}")
-        allowed = self.allowed_token_ids
-        if allowed is not None:
-            allowed = check_id_set("allowed_token_ids", allowed, vocab_size)
-            if not allowed:
-                raise InvalidRequest("allowed_token_ids is empty: nothing could be produced")
-        resolved = SamplingParams(
-            temperature=check_real("temperature", temperature, 0.0, math.inf),
-            top_p=check_real("top_p", pick("top_p", 1.0), 0.0, 1.0),
-            top_k=min(max(check_integer("top_k", top_k, -1, None), 0), vocab_size),
-            min_p=check_real("min_p", pick("min_p", 0.0), 0.0, 1.0),
-            typical_p=check_real("typical_p", pick("typical_p", 1.0), 0.0, 1.0, open_low=True),
-            repetition_penalty=check_real(
-                "repetition_penalty", pick("repetition_penalty", 1.0), 0.0, math.inf, open_low=True
-            ),
-            presence_penalty=check_real("presence_penalty", pick("presence_penalty", 0.0), -math.inf, math.inf),
-            frequency_penalty=check_real("frequency_penalty", pick("frequency_penalty", 0.0), -math.inf, math.inf),
-            no_repeat_ngram_size=check_integer("no_repeat_ngram_size", pick("no_repeat_ngram_size", 0), 0, None),
-            logit_bias=check_bias(self.logit_bias, vocab_size),
-            bad_words=check_strings("bad_words", self.bad_words),
-            bad_words_ids=check_sequences("bad_words_ids", pick("bad_words_ids", ()), vocab_size),
-            allowed_token_ids=allowed,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=min_new_tokens,
-            ignore_eos=check_boolean("ignore_eos", self.ignore_eos),
-            eos_token_id=() if self.ignore_eos else check_eos(eos, vocab_size),
-            stop=stop,
-            stop_token_ids=(
-                () if self.stop_token_ids is None else check_id_set("stop_token_ids", self.stop_token_ids, vocab_size)
-            ),
-            include_stop_str_in_output=check_boolean("include_stop_str_in_output", self.include_stop_str_in_output),
-            seed=None if self.seed is None else check_integer("seed", self.seed, -_INT64, 2 * _INT64 - 1),
-            n=check_integer("n", self.n, 1, MAX_SAMPLES),
-            logits_processors=check_callables(self.logits_processors),
-            logprobs=check_count("logprobs", self.logprobs),
-            logprobs_mode=mode,
-            prompt_logprobs=check_count("prompt_logprobs", self.prompt_logprobs),
-            echo=check_boolean("echo", self.echo),
-            truncate_prompt_tokens=(
-                None
-                if self.truncate_prompt_tokens is None
-                else check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, None)
-            ),
-            detokenize=detokenize,
-            skip_special_tokens=(
-                True
-                if self.skip_special_tokens is None
-                else check_boolean("skip_special_tokens", self.skip_special_tokens)
-            ),
-            parse_special_tokens=(
-                None
-                if self.parse_special_tokens is None
-                else check_boolean("parse_special_tokens", self.parse_special_tokens)
-            ),
-        )
-        object.__setattr__(resolved, "_is_plain", resolved.is_plain)
-        return resolved
+        least, most = values["min_new_tokens"], values["max_new_tokens"]
+        if most is not None and least > most:
+            if self.min_new_tokens is not None:
+                raise InvalidRequest(f"min_new_tokens ({show_value(least)}) is greater than max_new_tokens ({most})")
+            values["min_new_tokens"] = most
+        if values["allowed_token_ids"] == ():
+            raise InvalidRequest("allowed_token_ids is empty: nothing could be produced")
+        return SamplingParams(**values)
 
     @property
     def is_greedy(self) -> bool:
@@ -327,8 +239,6 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """True when sampling is the argmax of the raw logits and nothing else is asked (resolved parameters only)."""
-        if self._is_plain is not None:
-            return self._is_plain
         return self.temperature == 0.0 and not self.needs_processing and self.logprobs is None
 
     @property
@@ -347,20 +257,49 @@ class SamplingParams:
         )
 
 
-_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams) if field.init)
+_FIELDS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+_TRUNCATIONS = ("top_p", "top_k", "min_p", "typical_p")
 _FROM_GENERATION = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "max_new_tokens",
-    "min_new_tokens",
-    "eos_token_id",
+    *("temperature", *_TRUNCATIONS, "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("no_repeat_ngram_size", "bad_words_ids", "max_new_tokens", "min_new_tokens", "eos_token_id"),
 )
+_share = functools.partial(check_real, low=0.0, high=1.0)
+_count = functools.partial(check_integer, low=0)
+_RULES: Mapping[str, tuple[Callable[..., Any], Any]] = {
+    "temperature": (functools.partial(check_real, low=0.0), 1.0),
+    "top_p": (_share, 1.0),
+    "top_k": (functools.partial(check_integer, low=-1), 0),
+    "min_p": (_share, 0.0),
+    "typical_p": (functools.partial(_share, open_low=True), 1.0),
+    "repetition_penalty": (functools.partial(check_real, low=0.0, open_low=True), 1.0),
+    "presence_penalty": (check_real, 0.0),
+    "frequency_penalty": (check_real, 0.0),
+    "no_repeat_ngram_size": (_count, 0),
+    "logit_bias": (check_bias, None),
+    "bad_words": (check_strings, ()),
+    "bad_words_ids": (check_sequences, ()),
+    "allowed_token_ids": (check_id_set, None),
+    "max_new_tokens": (_count, None),
+    "min_new_tokens": (_count, 0),
+    "ignore_eos": (check_boolean, None),
+    "eos_token_id": (check_eos, None),
+    "stop": (check_strings, ()),
+    "stop_token_ids": (check_id_set, ()),
+    "include_stop_str_in_output": (check_boolean, None),
+    "seed": (functools.partial(check_integer, low=-(2**63), high=2**64 - 1), None),
+    "n": (functools.partial(check_integer, low=1, high=MAX_SAMPLES), None),
+    "logits_processors": (check_callables, ()),
+    "logprobs": (check_logprobs, None),
+    "logprobs_mode": (functools.partial(check_choice, choices=("raw", "processed")), None),
+    "prompt_logprobs": (check_logprobs, None),
+    "echo": (check_boolean, None),
+    "truncate_prompt_tokens": (functools.partial(check_integer, low=1), None),
+    "detokenize": (check_boolean, None),
+    "skip_special_tokens": (check_boolean, True),
+    "parse_special_tokens": (check_boolean, None),
+}
+"""How a field is checked, and what it is when neither the request nor the model says anything."""
+_OF_VOCABULARY = {check_bias, check_sequences, check_id_set, check_eos}
 
 
 def generation_values(config: GenerationConfig) -> dict[str, Any]:
@@ -371,9 +310,11 @@ def generation_values(config: GenerationConfig) -> dict[str, Any]:
     return values
 
 
-def _copied(value: Any) -> tuple[Any, ...] | None:
-    """A list (of lists) as tuples; None for everything that need not be copied."""
-    if type(value) is tuple or isinstance(value, (str, int)):
-        return None
+def _copied(value: Any) -> Any:
+    """A list (of lists) as tuples, a mapping as a new one: what its owner changes later does not matter."""
+    if value is None or type(value) is tuple or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return dict(value)
     values = items_of(value)
-    return None if values is None else tuple([tuple(each) if isinstance(each, list) else each for each in values])
+    return value if values is None else tuple([tuple(each) if isinstance(each, list) else each for each in values])
