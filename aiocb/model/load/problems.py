@@ -19,7 +19,11 @@ _MACHINE = {
     errno.ENFILE: "too many files are open in the whole system",
     errno.ENOMEM: "there is not enough memory: close other programs, or take a smaller model or dtype",
 }
-_TEXTS = {"allocate memory": errno.ENOMEM, "No space left": errno.ENOSPC}  # of torch's and safetensors' own classes
+_TEXTS = {
+    "allocate memory": errno.ENOMEM,
+    "out of memory": errno.ENOMEM,
+    "No space left": errno.ENOSPC,
+}  # of torch's and safetensors' own classes
 _UNREACHABLE = "it is not on this machine and the hub cannot be reached: go online, or give a local folder"
 _HUB = {
     "GatedRepoError": "it is gated: accept its terms on its page of the hub, then log in or pass token=",
