@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,14 +87,12 @@ def _dequantised(file: GgufFile, dtype: torch.dtype) -> Any:
     return model
 
 
-_watch_lock = threading.Lock()  # held while a file is converted: two at once would take as long
-
-
 @contextlib.contextmanager
 def _watched() -> Iterator[Mapping[str, str]]:
     """Inside, transformers draws no progress bar, and does not read the file twice and its tables 400 times.
 
     Yields which tensors of the file it has names for, filled as it goes; empty where it reports unused ones itself.
+    One model is made at a time (see `hub.load`), so nobody else meets what is replaced here.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as module
@@ -110,14 +107,13 @@ def _watched() -> Iterator[Mapping[str, str]]:
         names.update(found)  # it calls itself for parts of the module first, and for the whole last
         return found
 
-    replacements = (
-        (conversion, "tqdm", lambda tensors, **_: tensors),
-        (conversion, "get_gguf_hf_weights_map", noted),
-        (tools, "get_tensor_name_map", functools.cache(tools.get_tensor_name_map)),
-        (tools, "GGUFReader", functools.cache(tools.GGUFReader)),
-    )
-    with _watch_lock, contextlib.ExitStack() as stack:
-        for owner, name, value in replacements:
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (conversion, "tqdm", lambda tensors, **_: tensors),
+            (conversion, "get_gguf_hf_weights_map", noted),
+            (tools, "get_tensor_name_map", functools.cache(tools.get_tensor_name_map)),
+            (tools, "GGUFReader", functools.cache(tools.GGUFReader)),
+        ):
             if hasattr(owner, name):
                 stack.callback(setattr, owner, name, getattr(owner, name))
                 setattr(owner, name, value)

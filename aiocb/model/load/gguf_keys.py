@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import importlib.resources
 import json
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from aiocb.errors import ConfigError
@@ -23,8 +23,7 @@ __all__ = ["amend_config", "check_keys", "frequency_factors", "generation_values
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = importlib.resources.files(__package__).joinpath("gguf_keys.json").read_text(encoding="utf-8")
-    table: dict[str, Any] = json.loads(text)
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("gguf_keys.json").read_text(encoding="utf-8"))
     return table
 
 
@@ -37,10 +36,11 @@ def check_keys(file: GgufFile) -> None:
     table = _table()
     for key, value in file.values.items():
         general = _general(file, key)
-        if _matches(general, table["honoured"]) or _is_config(file, general):
+        if _matches(general, table["honoured"]) or key in table["sampling"] or _is_config(file, general):
             continue
         if general in table["neutral"]:
-            is_idle = general == "general.sampling.penalty_last_n" and _is_same(_penalty(file), 1.0)
+            penalty = file.values.get("general.sampling.penalty_repeat", 1.0)
+            is_idle = general == "general.sampling.penalty_last_n" and _is_same(float(penalty), 1.0)
             if value not in table["neutral"][general] and not is_idle:
                 raise _refusal(file, key, table["advice"].get(general))
         elif _matches(general, table["refused"]) and not _matches(general, table["harmless"]):
@@ -68,20 +68,14 @@ def amend_config(config: Any, file: GgufFile) -> None:
         width = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = width if file.said("block_count") in wide else _head_dim(config)
     scale = file.said("attention.scale")
-    if scale and not math.isclose(scale, _query_scale(config), rel_tol=1e-5):
+    scaled_size = getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)
+    if scale and not math.isclose(scale, scaled_size**-0.5, rel_tol=1e-5):
         raise _refusal(file, f"{file.architecture}.attention.scale")
 
 
 def generation_values(file: GgufFile) -> dict[str, Any]:
     """What the file says about generating, in the words of transformers' generation config."""
-    sampling = {
-        key.removeprefix("general.sampling."): value
-        for key, value in file.values.items()
-        if key.startswith("general.sampling.")
-    }
-    names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
-    names |= {name: name for name in ("top_k", "top_p", "min_p")}
-    values = {names[name]: _rounded(value) for name, value in sampling.items() if name in names}
+    values = {name: _rounded(file.values[key]) for key, name in _table()["sampling"].items() if key in file.values}
     if values.get("temperature") == 0:
         # transformers takes neither that, nor the others beside greedy decoding.
         values = {"do_sample": False} | {name: values[name] for name in values if name == "repetition_penalty"}
@@ -160,10 +154,6 @@ def _is_same(value: Any, other: Any) -> bool:
     return bool(value == other)
 
 
-def _penalty(file: GgufFile) -> float:
-    return float(file.values.get("general.sampling.penalty_repeat", 1.0))
-
-
 def _rounded(value: Any) -> Any:
     """A number as it was written before it was stored in single precision."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
@@ -171,10 +161,6 @@ def _rounded(value: Any) -> Any:
 
 def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _query_scale(config: Any) -> float:
-    return 1.0 / math.sqrt(getattr(config, "query_pre_attn_scalar", None) or _head_dim(config))
 
 
 def _set_windows(config: Any, file: GgufFile) -> None:

@@ -12,9 +12,9 @@ tokens are special, user-defined ones are matched in any text.
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -26,17 +26,6 @@ __all__ = ["build_tokenizer", "special_ids", "wrong_sample"]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
-_NAMED = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-    "sep_token": "seperator_token_id",
-    "cls_token": "cls_token_id",
-    "mask_token": "mask_token_id",
-}
-_ROUND_TRIPS = ("1\n\n 22   333", "def f(x):\n\treturn [x, 0.5]\n")
-_SPM_DEFAULTS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 
 
 class _Pre(NamedTuple):
@@ -54,22 +43,18 @@ class _Table(NamedTuple):
     regexes: Mapping[str, str]
     pre: Mapping[str, _Pre]
     sample: str
-    control: frozenset[str]
-    end_of_turn: frozenset[str]
+    round_trips: list[str]
+    named: Mapping[str, str]
+    llama_defaults: Mapping[str, int]
+    control: list[str]
+    end_of_turn: list[str]
 
 
 @functools.cache
 def _table() -> _Table:
-    text = importlib.resources.files(__package__).joinpath("gguf_tokenizers.json").read_text(encoding="utf-8")
-    values = json.loads(text)
-    rows = [_Pre(**row) for row in values["pre"]]
-    return _Table(
-        values["regexes"],
-        {name: row for row in rows for name in row.names},
-        values["sample"],
-        frozenset(values["control"]),
-        frozenset(values["end_of_turn"]),
-    )
+    values = json.loads(Path(__file__).with_name("gguf_tokenizers.json").read_text(encoding="utf-8"))
+    rows = [_Pre(**row) for row in values.pop("pre")]
+    return _Table(pre={name: row for row in rows for name in row.names}, **values)
 
 
 def build_tokenizer(file: GgufFile) -> Any:
@@ -94,7 +79,7 @@ def build_tokenizer(file: GgufFile) -> Any:
     pre = _pre(file, said)
     backend = builders[kind](tokens, said, pre)
     _add_tokens(backend, tokens, said, str(file.values.get("general.name", "")))
-    named = {name: tokens[said[key]] for name, key in _NAMED.items() if 0 <= said.get(key, -1) < len(tokens)}
+    named = {name: tokens[index] for name, index in _named_ids(said).items()}
     adds = {
         "add_bos_token": said.get("add_bos_token", kind == "llama" or pre.add_bos),
         "add_eos_token": said.get("add_eos_token", False),
@@ -114,13 +99,18 @@ def build_tokenizer(file: GgufFile) -> Any:
 
 def special_ids(file: GgufFile) -> dict[str, int | list[int] | None]:
     """The ids that a configuration names; None where the file has none, lest a class fills in those of some model."""
-    said = _said(file)
-    size, ends = len(said.get("tokens", ())), _end_tokens(file)
+    ids, ends = _named_ids(_said(file)), _end_tokens(file)
     return {
-        "bos_token_id": said["bos_token_id"] if 0 <= said.get("bos_token_id", -1) < size else None,
-        "pad_token_id": said["padding_token_id"] if 0 <= said.get("padding_token_id", -1) < size else None,
+        "bos_token_id": ids.get("bos_token"),
+        "pad_token_id": ids.get("pad_token"),
         "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
     }
+
+
+def _named_ids(said: Mapping[str, Any]) -> dict[str, int]:
+    """The special tokens that the file has, by transformers' names."""
+    size = len(said.get("tokens", ()))
+    return {name: said[key] for name, key in _table().named.items() if 0 <= said.get(key, -1) < size}
 
 
 def _end_tokens(file: GgufFile) -> list[int]:
@@ -149,10 +139,13 @@ def wrong_sample(tokenizer: Any, file: GgufFile) -> str | None:
         if pieces != pre.pieces:
             return f"{sample!r} is split into {pieces}, not into {pre.pieces}"
         letters = {
-            letter for text in _ROUND_TRIPS for piece, _ in pre_tokenizer.pre_tokenize_str(text) for letter in piece
+            letter
+            for text in _table().round_trips
+            for piece, _ in pre_tokenizer.pre_tokenize_str(text)
+            for letter in piece
         }
     if letters <= {*said["tokens"], " "}:  # else a vocabulary without some bytes, as tests have
-        for text in _ROUND_TRIPS:
+        for text in _table().round_trips:
             ids = tokenizer.encode(text, add_special_tokens=False)
             back = tokenizer.decode(ids)
             if back != text and tokenizer.unk_token_id not in ids:
@@ -162,7 +155,7 @@ def wrong_sample(tokenizer: Any, file: GgufFile) -> str | None:
 
 def _said(file: GgufFile) -> dict[str, Any]:
     """What the file says of its tokenizer, by the last part of the keys."""
-    defaults = _SPM_DEFAULTS if file.values.get("tokenizer.ggml.model") == "llama" else {}
+    defaults = _table().llama_defaults if file.values.get("tokenizer.ggml.model") == "llama" else {}
     prefix = "tokenizer.ggml."
     return {**defaults, **{key.removeprefix(prefix): v for key, v in file.values.items() if key.startswith(prefix)}}
 
@@ -250,12 +243,12 @@ def _merges_of_scores(tokens: Sequence[str], scores: Sequence[float]) -> list[tu
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], said: Mapping[str, Any], model_name: str) -> None:
     types = said.get("token_type", [])
-    table = _table()
+    control = set(_table().control)
     # Phi 3 takes spaces away behind its markers; the file does not say so.
     strips = "phi-3" in model_name.lower() or "phi3" in model_name.lower()
     special, plain = [], []
     for token, kind in zip(tokens, types):
-        if kind in (_UNKNOWN, _CONTROL) or token in table.control:
+        if kind in (_UNKNOWN, _CONTROL) or token in control:
             rstrip = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
             special.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
         elif kind == _USER_DEFINED:
@@ -269,6 +262,6 @@ def _chat_template(values: Mapping[str, Any]) -> str | dict[str, str] | None:
     prefix = "tokenizer.chat_template."
     default = values.get("tokenizer.chat_template")
     named = {key.removeprefix(prefix): str(value) for key, value in values.items() if key.startswith(prefix)}
-    if not named:
-        return default
-    return {**({"default": str(default)} if default is not None else {}), **named}
+    if named and default is not None:
+        named = {"default": str(default), **named}
+    return named or default
