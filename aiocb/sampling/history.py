@@ -79,8 +79,6 @@ class BannedSequences:
         single_ids: those of one token, [U].
     """
 
-    __slots__ = ("_following", "_sizes", "single_ids")
-
     def __init__(self, sequences: Iterable[Sequence[int]], eos_token_ids: Iterable[int]) -> None:
         # As in the reference, an end-of-sequence id alone is not a bad word: a request could then never end.
         single = {words[0] for words in sequences if len(words) == 1}.difference(eos_token_ids)
@@ -91,11 +89,8 @@ class BannedSequences:
                 self._following.setdefault(tuple(words[:-1]), []).append(words[-1])
         self._sizes = sorted({len(prefix) for prefix in self._following})
 
-    def banned(self, tokens: Sequence[int], length: int) -> list[int]:
-        """The tokens that would complete a sequence after the first `length` of `tokens`."""
-        found: list[int] = []
-        for size in self._sizes:
-            if size > length:
-                break
-            found += self._following.get(tuple(tokens[length - size : length]), ())
-        return found
+    def banned(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that would complete a sequence after `tokens`."""
+        length = len(tokens)
+        endings = (tuple(tokens[length - size :]) for size in self._sizes if size <= length)
+        return [token for ending in endings for token in self._following.get(ending, ())]

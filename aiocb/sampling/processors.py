@@ -1,8 +1,7 @@
 """What changes logits before selection: penalties, bans, biases and a request's own processors.
 
 Each request that needs any of it has one `RequestState`: its counts and n-grams, brought up to date with the new
-tokens only. Its token list only ever grows, also over a preemption, so the state never has to be rebuilt; if it is
-shown a shorter history it starts again.
+tokens only. The token list of an open request only ever grows, so the state never has to be rebuilt.
 
 `process` works on all rows of a step at once: what the rows want is joined into flat indices of the logits (sparse:
 only the tokens that a request has seen are read and written, where a dense mask would cost V per row), and one
@@ -15,7 +14,7 @@ Legend: N rows, V vocabulary, L tokens of a request, U flat indices of one stage
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,38 +35,44 @@ _BOUND = 1e30
 class _Processor:
     """A processor of one request, called in its own convention."""
 
-    __slots__ = ("_call", "name", "wants_tensor")
-
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
-        self.wants_tensor = _is_transformers_processor(call)
-        self.name = type(call).__name__ if self.wants_tensor else getattr(call, "__name__", type(call).__name__)
+        self._wants_tensor = _is_transformers_processor(call)
+        self._name = type(call).__name__ if self._wants_tensor else getattr(call, "__name__", type(call).__name__)
 
-    def __call__(self, state: RequestState, logits: Tensor) -> Tensor:
-        """Return the new logits, [V] float32.
+    def __call__(self, state: RequestState, logits: Tensor) -> None:
+        """Change a row of logits, [V] float32.
 
         Raises:
             RequestFailed: the processor raised, or returned something that is no row of logits.
         """
+        # A copy: a processor may write to its argument, or keep it, but may not reach the rows beside it.
+        copy = logits.clone()
         try:
-            if self.wants_tensor:
-                result = self._call(state.token_tensor(logits.device), logits[None])
+            if self._wants_tensor:
+                result = self._call(state.token_tensor(logits.device), copy[None])
             else:
-                result = self._call(state.token_list, logits)
+                result = self._call(state.token_list, copy)
+            flaw = _flaw(result, logits)
+            if flaw is None:
+                logits.copy_(result.detach().reshape(logits.shape))
         except BaseException as error:  # in this thread, SystemExit and its like are only exceptions
-            raise RequestFailed(f"logits processor {self.name} raised {explain(error)}") from error
-        if not isinstance(result, Tensor):
-            raise RequestFailed(f"logits processor {self.name} returned {type(result).__name__}, not a tensor")
-        if result.shape not in (logits.shape, (1, *logits.shape)):
-            raise RequestFailed(
-                f"logits processor {self.name} returned shape {tuple(result.shape)}, not {tuple(logits.shape)}"
-            )
-        if result.dtype.is_complex or result.dtype == torch.bool:
-            raise RequestFailed(f"logits processor {self.name} returned {result.dtype}, not real numbers")
-        result = result.detach().reshape(logits.shape).to(device=logits.device, dtype=torch.float32)
-        if result.isnan().any():
-            raise RequestFailed(f"logits processor {self.name} returned NaN")
-        return result
+            raise RequestFailed(f"logits processor {self._name} raised {explain(error)}") from error
+        if flaw is None and logits.isnan().any():
+            flaw = "NaN"
+        if flaw is not None:
+            raise RequestFailed(f"logits processor {self._name} returned {flaw}")
+
+
+def _flaw(result: object, logits: Tensor) -> str | None:
+    """Why this is no row of logits; None when it is one."""
+    if not isinstance(result, Tensor):
+        return f"{type(result).__name__}, not a tensor"
+    if result.shape not in (logits.shape, (1, *logits.shape)):
+        return f"shape {tuple(result.shape)}, not {tuple(logits.shape)}"
+    if result.dtype.is_complex or result.dtype == torch.bool:
+        return f"{result.dtype}, not real numbers"
+    return None
 
 
 def _is_transformers_processor(call: object) -> bool:
@@ -92,75 +97,43 @@ class RequestState:
         token_list: the history for processors, only kept up when there are any.
     """
 
-    __slots__ = (
-        "_num_buffered",
-        "_num_prompt_tokens",
-        "_num_seen",
-        "_token_buffer",
-        "_vocab_size",
-        "allowed_ids",
-        "bad_words",
-        "bias",
-        "end_ids",
-        "ngrams",
-        "processors",
-        "produced",
-        "sampling",
-        "seen",
-        "token_list",
-    )
-
     def __init__(self, sampling: SamplingParams, num_prompt_tokens: int, vocab_size: int) -> None:
         self.sampling = sampling
         self._num_prompt_tokens = num_prompt_tokens
-        self._vocab_size = vocab_size
-        self.bad_words = BannedSequences(sampling.bad_words_ids, _eos_ids(sampling)) if sampling.bad_words_ids else None
+        self._num_taken = self._num_buffered = 0
+        self._token_buffer: Tensor | None = None
+        self.token_list: list[int] = []
+        self.processors = [_Processor(call) for call in sampling.logits_processors or ()]
+        has_penalty = sampling.presence_penalty or sampling.frequency_penalty
+        self.seen = TokenCounts(vocab_size) if sampling.repetition_penalty != 1.0 else None
+        self.produced = TokenCounts(vocab_size) if has_penalty else None
+        self.ngrams = NGrams(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
+        eos: Any = sampling.eos_token_id  # resolved: a tuple
+        self.bad_words = BannedSequences(sampling.bad_words_ids, eos) if sampling.bad_words_ids else None
         # As arrays, once: a request may ban a whole vocabulary, and rows are joined whenever the batch changes.
         bias = sampling.logit_bias
         self.bias = (_ids(bias), np.fromiter(bias.values(), np.float64, len(bias))) if bias else None
         self.allowed_ids = None if sampling.allowed_token_ids is None else _ids(sampling.allowed_token_ids)
-        self.end_ids = _ids((*_eos_ids(sampling), *(sampling.stop_token_ids or ())) if sampling.min_new_tokens else ())
-        self.processors = [_Processor(call) for call in sampling.logits_processors or ()]
-        self._reset()
+        self.end_ids = _ids((*eos, *(sampling.stop_token_ids or ())) if sampling.min_new_tokens else ())
 
-    def _reset(self) -> None:
-        sampling = self.sampling
-        self._num_seen = self._num_buffered = 0
-        self.token_list: list[int] = []
-        self._token_buffer: Tensor | None = None
-        self.seen = TokenCounts(self._vocab_size) if sampling.repetition_penalty != 1.0 else None
-        self.produced = (
-            TokenCounts(self._vocab_size) if sampling.presence_penalty or sampling.frequency_penalty else None
-        )
-        self.ngrams = NGrams(sampling.no_repeat_ngram_size) if sampling.no_repeat_ngram_size else None
-
-    def update(self, tokens: Sequence[int], length: int) -> None:
-        """Take in `tokens[:length]`; costs only what is new since the last call."""
-        start = self._num_seen
-        if length < start:
-            self._reset()
-            start = 0
-        if length == start:
-            return
-        self._num_seen = length
-        new = tokens[start:length]
+    def update(self, tokens: Sequence[int]) -> None:
+        """Take in the request's tokens; costs only what is new since the last call."""
+        start = self._num_taken
+        new = tokens[start:]
+        self._num_taken = len(tokens)
         if self.seen is not None:
             self.seen.extend(new)
         if self.produced is not None:
-            self.produced.extend(tokens[max(start, self._num_prompt_tokens) : length])
+            self.produced.extend(tokens[max(start, self._num_prompt_tokens) :])
         if self.ngrams is not None:
             self.ngrams.extend(new)
         if self.processors:
             self.token_list.extend(new)
 
-    def banned_ngrams(self) -> Iterable[int]:
-        """Tokens that would repeat an n-gram."""
-        return () if self.ngrams is None else self.ngrams.banned()
-
-    def banned_late(self, tokens: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+    def banned_late(self, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
         """Tokens banned at this position only: ends of bad words, stop tokens before `min_new_tokens`."""
-        words = _ids(self.bad_words.banned(tokens, length) if self.bad_words is not None else ())
-        if length - self._num_prompt_tokens >= (self.sampling.min_new_tokens or 0):
+        words = _ids(self.bad_words.banned(tokens) if self.bad_words is not None else ())
+        if len(tokens) - self._num_prompt_tokens >= (self.sampling.min_new_tokens or 0):
             return words
         return np.concatenate((words, self.end_ids)) if len(words) else self.end_ids
 
@@ -182,51 +155,24 @@ def _ids(values: Collection[int]) -> npt.NDArray[np.int64]:
     return np.fromiter(values, dtype=np.int64, count=len(values))
 
 
-def _eos_ids(sampling: SamplingParams) -> tuple[int, ...]:
-    """The resolved end-of-sequence ids."""
-    eos = sampling.eos_token_id
-    return (eos,) if isinstance(eos, int) else tuple(eos or ())
-
-
 class StaticStage:
     """What is constant while the rows of a step are the same requests: who wants what, and the joined indices."""
-
-    __slots__ = (
-        "allowed_index",
-        "allowed_rows",
-        "banned_index",
-        "bias_index",
-        "bias_values",
-        "late_rows",
-        "ngram_rows",
-        "processor_rows",
-        "produced_rows",
-        "seen_rows",
-        "states",
-    )
 
     def __init__(self, states: Sequence[RequestState | None], vocab_size: int, device: torch.device) -> None:
         """Sort the rows by what they want; a row that wants nothing has no state."""
         self.states = states
         present = [(row, state) for row, state in enumerate(states) if state is not None]
-        self.seen_rows = [
-            (row, state, _bounded(state.sampling.repetition_penalty, 1 / _BOUND))
-            for row, state in present
-            if state.seen is not None
-        ]
-        self.produced_rows = [
-            (
-                row,
-                state,
-                _bounded(state.sampling.frequency_penalty, -_BOUND),
-                _bounded(state.sampling.presence_penalty, -_BOUND),
-            )
-            for row, state in present
-            if state.produced is not None
-        ]
-        self.ngram_rows = [(row, state) for row, state in present if state.ngrams is not None]
-        self.processor_rows = [(row, state) for row, state in present if state.processors]
-        self.late_rows = [
+        self.seen = [(row, state.seen) for row, state in present if state.seen is not None]
+        self.repetition = _bounded(
+            [state.sampling.repetition_penalty for _, state in present if state.seen is not None], 1 / _BOUND
+        )
+        produced = [(row, state.produced, state.sampling) for row, state in present if state.produced is not None]
+        self.produced = [(row, counts) for row, counts, _ in produced]
+        self.frequency = _bounded([sampling.frequency_penalty for _, _, sampling in produced], -_BOUND)
+        self.presence = _bounded([sampling.presence_penalty for _, _, sampling in produced], -_BOUND)
+        self.ngrams = [(row, state.ngrams) for row, state in present if state.ngrams is not None]
+        self.processing = [(row, state) for row, state in present if state.processors]
+        self.late = [
             (row, state) for row, state in present if state.bad_words is not None or state.sampling.min_new_tokens
         ]
         biases = [(row, *state.bias) for row, state in present if state.bias is not None]
@@ -236,39 +182,46 @@ class StaticStage:
         banning = [(row, state.bad_words.single_ids) for row, state in present if state.bad_words is not None]
         self.banned_index = _joined(banning, vocab_size, device)
         allowing = [(row, ids) for row, state in present if (ids := state.allowed_ids) is not None]
-        self.allowed_rows = _index([row for row, _ in allowing], device)
+        self.allowed_rows = torch.tensor([row for row, _ in allowing], dtype=torch.int64, device=device)
         self.allowed_index = _joined(allowing, vocab_size, device)
 
 
-def process(logits: Tensor, stage: StaticStage, histories: Sequence[tuple[Sequence[int], int]]) -> dict[int, Exception]:
+def process(logits: Tensor, stage: StaticStage, histories: Sequence[Sequence[int]]) -> dict[int, Exception]:
     """Run all stages before the temperature on all rows, in place.
 
     Args:
         logits: contiguous, [N, V] float32; changed.
         stage: of these rows.
-        histories: for each row the tokens of its request and how many of them count.
+        histories: for each row the tokens of its request.
 
     Returns:
         By row, the failure of that row's own processor; such a row then holds zeros.
     """
-    vocab_size = logits.shape[1]
-    device = logits.device
-    for some_state, (tokens, length) in zip(stage.states, histories, strict=True):
+    vocab_size, device = logits.shape[1], logits.device
+    for some_state, tokens in zip(stage.states, histories, strict=True):
         if some_state is not None:
-            some_state.update(tokens, length)
+            some_state.update(tokens)
     flat = logits.view(-1)  # [N * V]
-    if stage.seen_rows:
-        _penalise_repetition(flat, stage, vocab_size)
-    if stage.produced_rows:
-        _penalise_produced(flat, stage, vocab_size)
-    if stage.ngram_rows:
+    if stage.seen:
+        # Positive logits are divided and negative ones multiplied (CTRL, Keskar et al., 2019).
+        index, sizes = _touched(stage.seen, vocab_size, device)
+        by = torch.from_numpy(np.repeat(stage.repetition, sizes)).to(device)  # [U]
+        values = flat.index_select(0, index)
+        flat.index_copy_(0, index, torch.where(values < 0, values * by, values / by))
+    if stage.produced:
+        # frequency * count + presence, as OpenAI defines both.
+        index, sizes = _touched(stage.produced, vocab_size, device)
+        counts = np.concatenate([counts.counts for _, counts in stage.produced])
+        amount = np.repeat(stage.frequency, sizes) * counts + np.repeat(stage.presence, sizes)
+        flat.index_add_(0, index, torch.from_numpy(amount).to(device), alpha=-1)
+    if stage.ngrams:
         banned = [
             row * vocab_size + token
-            for row, state in stage.ngram_rows
-            for token in state.banned_ngrams()
+            for row, ngrams in stage.ngrams
+            for token in ngrams.banned()
             if 0 <= token < vocab_size  # a prompt may hold placeholders, which would reach into the next row
         ]
-        _ban(flat, banned, device)
+        flat.index_fill_(0, torch.tensor(banned, dtype=torch.int64, device=device), -torch.inf)
     failures = _run_processors(logits, stage)
     if len(stage.bias_index):
         flat.index_add_(0, stage.bias_index, stage.bias_values)
@@ -278,8 +231,8 @@ def process(logits: Tensor, stage: StaticStage, histories: Sequence[tuple[Sequen
         flat.index_copy_(0, stage.allowed_index, values)
     if len(stage.banned_index):
         flat.index_fill_(0, stage.banned_index, -torch.inf)
-    if stage.late_rows:
-        late = [(row, state.banned_late(*histories[row])) for row, state in stage.late_rows]
+    if stage.late:
+        late = [(row, state.banned_late(histories[row])) for row, state in stage.late]
         flat.index_fill_(0, _joined(late, vocab_size, device), -torch.inf)
     return failures
 
@@ -287,59 +240,22 @@ def process(logits: Tensor, stage: StaticStage, histories: Sequence[tuple[Sequen
 def _run_processors(logits: Tensor, stage: StaticStage) -> dict[int, Exception]:
     """Run each request's own processors on its own row."""
     failures: dict[int, Exception] = {}
-    for row, state in stage.processor_rows:
+    for row, state in stage.processing:
         try:
-            # A copy: a processor may write to its argument, or keep it, but may not reach the rows beside it.
-            values = logits[row].clone()  # [V]
             for processor in state.processors:
-                values = processor(state, values)
-            logits[row] = values
+                processor(state, logits[row])
         except RequestFailed as error:
             failures[row] = error
-            logits[row] = 0.0
-        except BaseException as error:  # of what it returned
-            failures[row] = RequestFailed(f"the result of a logits processor raised {explain(error)}")
-            failures[row].__cause__ = error
             logits[row] = 0.0
     return failures
 
 
-def _penalise_repetition(flat: Tensor, stage: StaticStage, vocab_size: int) -> None:
-    """Divide the positive and multiply the negative logits of seen tokens (CTRL, Keskar et al., 2019)."""
-    rows = stage.seen_rows
-    index, sizes = _touched([(row, state.seen) for row, state, _ in rows], vocab_size, flat.device)
-    penalty = np.repeat(np.array([value for _, _, value in rows], dtype=np.float32), sizes)  # [U]
-    by = torch.from_numpy(penalty).to(flat.device)
-    values = flat.index_select(0, index)
-    flat.index_copy_(0, index, torch.where(values < 0, values * by, values / by))
-
-
-def _penalise_produced(flat: Tensor, stage: StaticStage, vocab_size: int) -> None:
-    """Subtract frequency * count + presence from the tokens of the output, as OpenAI defines both."""
-    rows = stage.produced_rows
-    index, sizes = _touched([(row, state.produced) for row, state, _, _ in rows], vocab_size, flat.device)
-    frequency = np.repeat(np.array([value for _, _, value, _ in rows], dtype=np.float32), sizes)
-    presence = np.repeat(np.array([value for _, _, _, value in rows], dtype=np.float32), sizes)
-    counts = np.concatenate([state.produced.counts for _, state, _, _ in rows if state.produced is not None])
-    amount = torch.from_numpy(frequency * counts + presence).to(flat.device)  # [U]
-    flat.index_copy_(0, index, flat.index_select(0, index) - amount)
-
-
 def _touched(
-    rows: Sequence[tuple[int, TokenCounts | None]], vocab_size: int, device: torch.device
+    rows: Sequence[tuple[int, TokenCounts]], vocab_size: int, device: torch.device
 ) -> tuple[Tensor, list[int]]:
     """Flat indices of the counted tokens of all rows, [U], and how many each row has."""
-    parts = [counts.ids + row * vocab_size for row, counts in rows if counts is not None]
-    return torch.from_numpy(np.concatenate(parts)).to(device), [len(part) for part in parts]
-
-
-def _ban(flat: Tensor, index: Sequence[int], device: torch.device) -> None:
-    if index:
-        flat.index_fill_(0, _index(index, device), -torch.inf)
-
-
-def _index(values: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    ids = [(row, counts.ids) for row, counts in rows]
+    return _joined(ids, vocab_size, device), [len(each) for _, each in ids]
 
 
 def _joined(rows: Sequence[tuple[int, npt.NDArray[np.int64]]], vocab_size: int, device: torch.device) -> Tensor:
@@ -348,6 +264,5 @@ def _joined(rows: Sequence[tuple[int, npt.NDArray[np.int64]]], vocab_size: int, 
     return torch.from_numpy(np.concatenate(parts)).to(device)
 
 
-def _bounded(value: float | None, low: float) -> float:
-    assert value is not None
-    return min(max(value, low), _BOUND)
+def _bounded(values: Sequence[float | None], low: float) -> npt.NDArray[np.float32]:
+    return np.clip(np.array(values, dtype=np.float64), low, _BOUND).astype(np.float32)

@@ -190,8 +190,7 @@ class Sampler:
             work = logits.to(torch.float32)
         else:
             work = self._workspace(logits, batch.wants_raw)
-            histories = [(record.tokens, length) for record, length in zip(records, lengths, strict=True)]
-            for row, error in process(work, batch.stage, histories).items():
+            for row, error in process(work, batch.stage, [record.tokens for record in records]).items():
                 errors[records[row].request_id] = error
         numbers = None
         if batch.params.has_samples:
