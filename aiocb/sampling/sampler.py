@@ -5,14 +5,13 @@
                       ├──► raw log-probabilities                    └──► processed log-probabilities
                       └──► rows of prompts ──► prompt log-probabilities
 
-A step whose requests all take the plain argmax leaves at the first fork.
+A step whose requests all take the plain argmax has nothing but the one in the middle.
 
 Legend: N rows that sample, A all rows of the step's logits, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,9 +24,9 @@ from aiocb.records import Record
 from aiocb.sampling.logprobs import processed_logprobs, raw_logprobs
 from aiocb.sampling.processors import RequestState, StaticStage, process
 from aiocb.sampling.random import as_seeds, uniforms
-from aiocb.sampling.rows import row_argmax, take
-from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, select
-from aiocb.sampling.truncation import SelectionParams, is_truncated
+from aiocb.sampling.rows import take
+from aiocb.sampling.selection import INVALID_ROW, select
+from aiocb.sampling.truncation import SelectionParams
 from aiocb.step import StepEntry, StepResult
 
 __all__ = ["Sampler", "failure_of"]
@@ -36,8 +35,6 @@ __all__ = ["Sampler", "failure_of"]
 class _Batch:
     """What is constant while the same requests sample in the same order."""
 
-    __slots__ = ("is_plain", "keys", "logprob_rows", "params", "records", "stage", "truncated", "wants_raw")
-
     def __init__(self, records: Sequence[Record], stage: StaticStage | None, device: torch.device) -> None:
         samplings = [record.sampling for record in records]
         self.records = records
@@ -45,9 +42,6 @@ class _Batch:
         self.is_plain = all(record.is_plain for record in records)
         self.keys = as_seeds(record.seed for record in records)
         self.params = SelectionParams.build(samplings, device)
-        self.truncated = frozenset(
-            row for row, sampling in enumerate(samplings) if not sampling.is_greedy and is_truncated(sampling)
-        )
         self.logprob_rows = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
         self.wants_raw = any(samplings[row].logprobs_mode == "raw" for row in self.logprob_rows)
 
@@ -135,13 +129,7 @@ class Sampler:
         if not sampling:
             return StepResult([()] * len(entries), None, prompt_logprobs, errors or None)
 
-        batch = self._batch_of(sampling)
-        logprobs: list[tuple[TokenLogprobs, ...] | None] | None = None
-        if batch.is_plain:
-            chosen = self._argmax(sampled, sampling, errors)
-        else:
-            chosen, found = self._sample(sampled, batch, errors)
-            logprobs = None if found is None else [None if one is None else (one,) for one in found]
+        chosen, logprobs = self._sample(sampled, self._batch_of(sampling), errors)
         tokens: list[tuple[int, ...]] = [(token,) for token in chosen]
         if errors:
             tokens = [() if one.request_id in errors else token for one, token in zip(sampling, tokens, strict=True)]
@@ -155,57 +143,37 @@ class Sampler:
 
     def _batch_of(self, records: list[Record]) -> _Batch:
         """What is constant for these requests, kept from the last step where they are the same."""
-        batch = self._batch
-        if batch is None or batch.records != records:
-            states = [self._state_of(record) for record in records]
-            stage = None
-            if any(state is not None for state in states):
-                stage = StaticStage(states, self._vocab_size, self._device)
-            batch = self._batch = _Batch(records, stage, self._device)
-        return batch
-
-    def _state_of(self, record: Record) -> RequestState | None:
-        """The processing state of a request, made on first use; None when it needs none."""
-        if record.state is None and record.sampling.needs_processing:
-            record.state = RequestState(record.sampling, record.num_prompt_tokens, self._vocab_size)
-        state: RequestState | None = record.state
-        return state
-
-    def _argmax(self, logits: Tensor, records: Sequence[Record], errors: dict[int, Exception]) -> list[int]:
-        token_ids, maxima = row_argmax(logits)
-        chosen: list[int] = token_ids.tolist()
-        if not bool((maxima > -math.inf).all()):
-            for record, value in zip(records, maxima.tolist(), strict=True):
-                if not value > -math.inf:
-                    errors[record.request_id] = failure_of(INVALID_ROW if math.isnan(value) else EMPTY_ROW)
-        return chosen
+        if self._batch is None or self._batch.records != records:
+            for record in records:
+                if record.state is None and record.sampling.needs_processing:
+                    record.state = RequestState(record.sampling, record.num_prompt_tokens, self._vocab_size)
+            states = [record.state for record in records]
+            stage = StaticStage(states, self._vocab_size, self._device) if any(states) else None
+            self._batch = _Batch(records, stage, self._device)
+        return self._batch
 
     def _sample(
         self, logits: Tensor, batch: _Batch, errors: dict[int, Exception]
-    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    ) -> tuple[list[int], list[tuple[TokenLogprobs, ...] | None] | None]:
         """Process, select and look up log-probabilities; failures go to `errors`."""
         records = batch.records
-        lengths = [len(record.tokens) for record in records]
-        if batch.stage is None:
-            work = logits.to(torch.float32)
-        else:
+        if batch.stage is not None:
             work = self._workspace(logits, batch.wants_raw)
             for row, error in process(work, batch.stage, [record.tokens for record in records]).items():
                 errors[records[row].request_id] = error
+        else:
+            work = logits if batch.is_plain else logits.to(torch.float32)
         numbers = None
         if batch.params.has_samples:
             # The counter is the position of the token that is sampled now.
-            drawn = uniforms(batch.keys, np.array(lengths, dtype=np.uint64))
+            drawn = uniforms(batch.keys, np.array([len(record.tokens) for record in records], dtype=np.uint64))
             numbers = torch.from_numpy(drawn).to(self._device)  # [N]
         chosen: list[int] = self.select(work, batch.params, numbers).tolist()
         if min(chosen) < 0:
             for record, token_id in zip(records, chosen, strict=True):
                 if token_id < 0:
                     errors.setdefault(record.request_id, failure_of(token_id))
-        logprobs = None
-        if batch.logprob_rows:
-            logprobs = self._logprobs(logits, work, batch, chosen, errors)
-        return chosen, logprobs
+        return chosen, self._logprobs(logits, work, batch, chosen, errors) if batch.logprob_rows else None
 
     def _workspace(self, logits: Tensor, is_read_later: bool) -> Tensor:
         """Logits that may be changed, [N, V] float32, valid until the next step: a copy, here in any case."""
@@ -224,10 +192,10 @@ class Sampler:
         batch: _Batch,
         chosen: Sequence[int],
         errors: dict[int, Exception],
-    ) -> list[TokenLogprobs | None]:
+    ) -> list[tuple[TokenLogprobs, ...] | None]:
         """Log-probabilities of the rows that asked, aligned with all rows that sample."""
         records = batch.records
-        result: list[TokenLogprobs | None] = [None] * len(records)
+        result: list[tuple[TokenLogprobs, ...] | None] = [None] * len(records)
         for mode in ("raw", "processed"):
             rows = [
                 row
@@ -242,11 +210,10 @@ class Sampler:
             if mode == "raw":
                 found = self.raw_logprobs(logits, index, token_ids, num_top)
             else:
-                truncated = torch.tensor([row in batch.truncated for row in rows], device=logits.device)
                 params = batch.params.subset(index)
-                found = self.processed_logprobs(work, index, params, truncated, token_ids, num_top)
+                found = self.processed_logprobs(work, index, params, params.is_truncated, token_ids, num_top)
             for row, one in zip(rows, found, strict=True):
-                result[row] = one
+                result[row] = (one,)
         return result
 
     def _prompt_logprobs(

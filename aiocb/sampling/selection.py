@@ -85,9 +85,6 @@ def _draw(kept: Kept, uniforms: Tensor) -> Tensor:
 def _invert(cumulative: Tensor, uniforms: Tensor) -> Tensor:
     """Index of the first element whose cumulative weight passes u * total; its own weight is never 0. [N, C] -> [N]."""
     totals = cumulative[:, -1]
-    return (cumulative <= _below(uniforms * totals, totals)[:, None]).sum(dim=1)
-
-
-def _below(values: Tensor, totals: Tensor) -> Tensor:
-    """Keep each value under its total, so that an inverse CDF never runs off the end."""
-    return torch.minimum(values, torch.nextafter(totals, torch.zeros_like(totals)))
+    # Each stays under its total, so that nothing runs off the end.
+    limits = torch.minimum(uniforms * totals, torch.nextafter(totals, torch.zeros_like(totals)))
+    return (cumulative <= limits[:, None]).sum(dim=1)

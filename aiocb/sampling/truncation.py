@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from torch import Tensor
 from aiocb.sampling.rows import parts, per_block, probabilities, take
 from aiocb.sampling_params import SamplingParams
 
-__all__ = ["Candidates", "Kept", "SelectionParams", "is_truncated", "iterate_kept", "sorted_candidates"]
+__all__ = ["Candidates", "Kept", "SelectionParams", "iterate_kept", "sorted_candidates"]
 
 _WIDTHS = (256, 1024, 4096, 12288)
 _LOWEST = torch.finfo(torch.float32).min
@@ -44,8 +44,10 @@ class SelectionParams(NamedTuple):
         temperature: 0 takes the most likely token, [N] float64.
         top_k: 0 is off, [N] int64.
         top_p, min_p, typical_p: 1, 0 and 1 are off, [N] float64.
+        is_truncated: rows that are sampled from a truncated vocabulary, [N] bool.
         whole_rows: rows that are sampled from the whole vocabulary, [.] int64.
-        truncated_rows: rows that are sampled from a truncated vocabulary, [.] int64. All other rows are greedy.
+        truncated_rows: rows that are drawn from a truncated vocabulary, [.] int64: all but those whose top_k is 1.
+            All other rows are greedy.
     """
 
     temperature: Tensor
@@ -53,33 +55,23 @@ class SelectionParams(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     typical_p: Tensor
+    is_truncated: Tensor
     whole_rows: Tensor
     truncated_rows: Tensor
 
     @classmethod
     def build(cls, params: Sequence[SamplingParams], device: torch.device) -> SelectionParams:
         """Collect the resolved parameters of each row."""
-
-        def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(one, name) for one in params], dtype=dtype, device=device)  # [N]
-
-        def rows(wanted: bool) -> Tensor:
-            picked = [
-                row
-                for row, one in enumerate(params)
-                if not one.is_greedy and one.top_k != 1 and is_truncated(one) is wanted
-            ]
-            return torch.tensor(picked, dtype=torch.int64, device=device)
-
-        return cls(
-            column("temperature", torch.float64),
-            column("top_k", torch.int64),
-            column("top_p", torch.float64),
-            column("min_p", torch.float64),
-            column("typical_p", torch.float64),
-            rows(False),
-            rows(True),
-        )
+        rows: list[Any] = [(one.temperature, one.top_p, one.min_p, one.typical_p) for one in params]
+        columns = torch.tensor(rows, dtype=torch.float64).T.to(device).contiguous()  # [4, N]
+        temperature, top_p, min_p, typical_p = columns.unbind()
+        counts: list[Any] = [one.top_k for one in params]
+        top_k = torch.tensor(counts, dtype=torch.int64, device=device)
+        is_sampled = temperature > 0.0
+        is_truncated = is_sampled & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0) | (typical_p != 1.0))
+        whole_rows = (is_sampled & ~is_truncated).nonzero()[:, 0]
+        truncated_rows = (is_truncated & (top_k != 1)).nonzero()[:, 0]
+        return cls(temperature, top_k, top_p, min_p, typical_p, is_truncated, whole_rows, truncated_rows)
 
     @property
     def has_samples(self) -> bool:
@@ -89,7 +81,7 @@ class SelectionParams(NamedTuple):
     def subset(self, rows: Tensor) -> SelectionParams:
         """The parameters of some rows; the row lists are left empty."""
         none = rows[:0]
-        return SelectionParams._make([*(column[rows] for column in self[:5]), none, none])
+        return SelectionParams._make([*(column[rows] for column in self[:6]), none, none])
 
 
 class Kept(NamedTuple):
@@ -121,12 +113,6 @@ class Candidates(NamedTuple):
     ids: Tensor
     counts: Tensor
     has_all: Tensor
-
-
-def is_truncated(params: SamplingParams) -> bool:
-    """True when a sampled row does not draw from the whole vocabulary (resolved parameters)."""
-    assert params.top_k is not None and params.top_p is not None
-    return bool(params.top_k or params.top_p < 1.0 or params.min_p or params.typical_p != 1.0)
 
 
 def iterate_kept(logits: Tensor, maxima: Tensor, params: SelectionParams) -> Iterator[tuple[Tensor, Kept]]:
