@@ -23,43 +23,21 @@ from typing import NamedTuple
 
 from aiocb import files
 from aiocb.kernels import compilation
-from aiocb.kernels.compilation import Job, Unit, processor_features, stamp
+from aiocb.kernels.compilation import processor_features, stamp
 
 __all__ = ["KernelUnavailable", "cache_dir", "find_compiler", "find_or_build"]
 
 logger = logging.getLogger("aiocb.kernels")
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
-_COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w")
-_LEVEL = ("-O2", "-falign-functions=64")  # where the short loops lie in their cache lines is worth up to 4 %
-_AVX2 = ("-mavx2", "-mfma", "-mbmi2")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
 _PATIENCE_S = 300.0
-_LIMIT_S = 3600.0  # of a build that goes on by itself
 _ANSWER_S = 10.0  # of a compiler that is asked for its version
-_ROOMS = ("dispatch", "model", "step", "operators", "bench", "executor", "pool", "memory", "layout")
 
 
 class KernelUnavailable(NamedTuple):
     """Why there are no native kernels, in one line."""
 
     reason: str
-
-
-def _units() -> tuple[Unit, ...]:
-    sets: list[Unit] = []
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        sets = [
-            Unit("avx512bf16", "instruction_set.cpp", (*_LEVEL, "-DAIOCB_ISA=avx512bf16", *_AVX512_BF16)),
-            Unit("avx512", "instruction_set.cpp", (*_LEVEL, "-DAIOCB_ISA=avx512", *_AVX512)),
-            Unit("avx2", "instruction_set.cpp", (*_LEVEL, "-DAIOCB_ISA=avx2", *_AVX2)),
-        ]
-    return (
-        *sets,
-        Unit("portable", "instruction_set.cpp", (*_LEVEL, "-DAIOCB_ISA=portable")),
-        *(Unit(name, f"{name}.cpp", ("-O2",)) for name in _ROOMS),
-    )
 
 
 def cache_dir() -> Path:
@@ -87,13 +65,13 @@ def find_compiler() -> tuple[list[str], str] | KernelUnavailable:
 
 
 def _name(every_instruction_set: bool) -> str:
-    """The library's name without its compiler: of the sources, the flags, and the processor it is for."""
+    """The library's name without its compiler: of the sources, how they are compiled, and the processor it is for."""
     digest = hashlib.sha256()
-    for path in sorted(_SOURCE_DIR.iterdir()):
-        if path.suffix in (".h", ".cpp"):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    sources = [path for path in sorted(_SOURCE_DIR.iterdir()) if path.suffix in (".h", ".cpp")]
+    for path in (Path(compilation.__file__), *sources):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     features = None if every_instruction_set else sorted(processor_features() or ())
-    digest.update(repr((_COMMON, _units(), platform.system(), platform.machine(), features)).encode())
+    digest.update(repr((platform.system(), platform.machine(), features)).encode())
     return f"aiocb-{digest.hexdigest()[:16]}"
 
 
@@ -172,10 +150,9 @@ def _build(
             return target
         files.sweep(target)
         _announce(f"building native kernels with {compiler[1]} (once)")
+        extent = "all" if every_instruction_set else "best"
         scratch = target.with_name(f"{files.SCRATCH}{target.name}")
-        job = Job(
-            compiler[0], str(_SOURCE_DIR), _COMMON, _units(), every_instruction_set, str(scratch), str(target), _LIMIT_S
-        )
+        job = [str(_SOURCE_DIR), str(scratch), str(target), extent, *compiler[0]]
         failure = _run(job, lock, started + patience_s)
         if failure is not None:
             return KernelUnavailable(failure)
@@ -185,12 +162,12 @@ def _build(
         lock.release()
 
 
-def _run(job: Job, lock: files.Lock, deadline: float) -> str | None:
+def _run(job: list[str], lock: files.Lock, deadline: float) -> str | None:
     """Have the job done by a process that outlives this one; the reason when there is no library."""
     # A server that embeds Python names itself there.
     is_python = Path(sys.executable or "").name.startswith(("python", "pypy"))
     python = sys.executable if is_python else os.path.join(sys.exec_prefix, "bin", "python3")
-    command = [python, "-I", str(Path(compilation.__file__)), json.dumps(job._asdict())]
+    command = [python, "-I", compilation.__file__, *job]
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

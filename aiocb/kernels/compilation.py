@@ -1,15 +1,16 @@
-"""Compiling the native kernels, in a process of its own: `python compilation.py JOB`. Nothing of aiocb is imported.
+"""Compiling the native kernels, as `python compilation.py SOURCES SCRATCH TARGET best|all COMPILER...`.
 
-The process leaves the one that started it, so that a build which outlives its starter's patience goes on and is there
-at the next start. It inherits the lock on its target, which ends with it. It writes the reason of a failure, or null.
+SCRATCH is a folder to be, on the file system of TARGET. Nothing of aiocb is imported. The process leaves the one that
+started it, so that a build which outlives its starter's patience goes on and is there at the next start. It inherits
+the lock on its target, which ends with it. It writes the reason of a failure, or null.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,47 +19,22 @@ import zlib
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
-__all__ = ["Job", "Unit", "processor_features", "stamp", "supported", "unneeded"]
+__all__ = ["chosen_sets", "processor_features", "stamp"]
 
-_NEEDS = {
-    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx2": {"avx2", "fma", "bmi2"},
+_COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w", "-O2")
+_ALIGNED = "-falign-functions=64"  # where the short loops lie in their cache lines is worth up to 4 %
+_AVX2 = ("avx2", "fma", "bmi2")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
+_SETS = {
+    "avx512bf16": (*_AVX512, "avx512_bf16", "avx512_vnni"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "portable": (),
 }
+"""Instruction sets and what each needs of a processor, the best first: they also take the longest to compile."""
 _SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the next best, see is_worth_it in dispatch.cpp
-
-
-class Unit(NamedTuple):
-    """One object file: a source and its own flags."""
-
-    name: str
-    source: str
-    flags: tuple[str, ...]
-
-
-class Job(NamedTuple):
-    """What to build, and where to.
-
-    Attributes:
-        command: the compiler.
-        sources: the folder of the sources.
-        common: flags of every unit.
-        units: the slowest first, so that the short ones fill the gap at the end of a parallel build.
-        every_instruction_set: build all instruction sets, not only the best one of this processor.
-        scratch, target: an empty folder to be, and the library; both on one file system.
-        limit_s: after which a compiler counts as hung.
-    """
-
-    command: list[str]
-    sources: str
-    common: tuple[str, ...]
-    units: tuple[Unit, ...]
-    every_instruction_set: bool
-    scratch: str
-    target: str
-    limit_s: float
+_LIMIT_S = 3600.0  # after which a compiler counts as hung
 
 
 def processor_features() -> set[str] | None:
@@ -76,39 +52,33 @@ def processor_features() -> set[str] | None:
     return features or None
 
 
-def unneeded(units: tuple[Unit, ...], accepts: Callable[[tuple[str, ...]], bool]) -> set[str]:
-    """All instruction sets but the best one that this processor can run, or the portable one, if it runs no other."""
-    features = processor_features()
+def _set_names() -> tuple[str, ...]:
+    return tuple(_SETS) if platform.machine().lower() in ("x86_64", "amd64") else ("portable",)
+
+
+def _flags(name: str) -> tuple[str, ...]:
+    return (_ALIGNED, f"-DAIOCB_ISA={name}", *(f"-m{feature.replace('_', '')}" for feature in _SETS[name]))
+
+
+def chosen_sets(accepts: Callable[[tuple[str, ...]], bool], *, best_only: bool) -> list[str]:
+    """The instruction sets to build: all that the compiler knows, or of those the best one for this processor."""
+    known = (name for name in _set_names() if accepts(_flags(name)))
+    features = processor_features() if best_only else None
     if features is None:
-        return set()
-    sets = [unit for unit in units if unit.source == "instruction_set.cpp"]  # best first
-    best = next(
-        (
-            unit.name
-            for unit in sets
-            if unit.name not in _NEEDS
-            or (features >= _NEEDS[unit.name] and _SLOWER_ON.get(unit.name) not in features and accepts(unit.flags))
-        ),
-        None,
-    )
-    return {unit.name for unit in sets if unit.name != best}
+        return list(known)
+    usable = (name for name in known if features.issuperset(_SETS[name]) and _SLOWER_ON.get(name) not in features)
+    return [next(usable, "portable")]
 
 
-def supported(
-    units: tuple[Unit, ...], accepts: Callable[[tuple[str, ...]], bool], skipped: Collection[str] = ()
-) -> tuple[Unit, ...]:
-    """Leave out instruction sets that are skipped or that an older compiler does not know, and tell the dispatcher."""
-    dropped = {
-        unit.name
-        for unit in units
-        if unit.source == "instruction_set.cpp" and (unit.name in skipped or not accepts(unit.flags))
-    }
-    missing = tuple(f"-DAIOCB_NO_{name.upper()}" for name in sorted(dropped))
-    return tuple(
-        unit._replace(flags=unit.flags + missing) if unit.source == "dispatch.cpp" else unit
-        for unit in units
-        if unit.name not in dropped
-    )
+def _units(sources: Path, sets: Collection[str]) -> dict[str, list[str]]:
+    """The compiler's arguments for each object file; the dispatcher is told which instruction sets there are not."""
+    missing = [f"-DAIOCB_NO_{name.upper()}" for name in _set_names() if name not in sets]
+    units = {path.stem: [path.name] for path in sorted(sources.glob("*.cpp"))}
+    if "dispatch" in units:
+        units["dispatch"] += missing
+    source = units.pop("instruction_set", None)
+    # The slowest first, so that the short ones fill the gap at the end.
+    return {**({name: [*_flags(name), *source] for name in sets} if source else {}), **units}
 
 
 def stamp(library: Path) -> str:
@@ -121,14 +91,14 @@ def stamp(library: Path) -> str:
     return f"{len(content)} {zlib.crc32(content):08x}"
 
 
-def _build(job: Job) -> str | None:
+def _build(sources: Path, scratch: Path, target: Path, best_only: bool, command: list[str]) -> str | None:
     """Compile, link, put in place; the reason when that fails."""
-    deadline = time.monotonic() + job.limit_s
+    deadline = time.monotonic() + _LIMIT_S
 
-    def run(arguments: list[str]) -> str | None:
+    def run(*arguments: str) -> str | None:
         done = subprocess.run(
-            [*job.command, *arguments],
-            cwd=job.sources,
+            [*command, *arguments],
+            cwd=sources,
             capture_output=True,
             text=True,
             errors="replace",
@@ -138,44 +108,38 @@ def _build(job: Job) -> str | None:
         lines = done.stderr.strip().splitlines()
         return None if done.returncode == 0 else next((x for x in lines if "error" in x), lines[-1] if lines else "?")
 
-    @functools.cache
     def accepts(flags: tuple[str, ...]) -> bool:
-        return run([*flags, "-fsyntax-only", "-x", "c++", os.devnull]) is None
-
-    def compile_unit(pair: tuple[Unit, str]) -> str | None:
-        unit, output = pair
-        return run([*job.common, *unit.flags, "-c", unit.source, "-o", output])
+        return run(*flags, "-fsyntax-only", "-x", "c++", os.devnull) is None
 
     try:
-        os.mkdir(job.scratch)
-        units = supported(job.units, accepts, () if job.every_instruction_set else unneeded(job.units, accepts))
-        objects = [os.path.join(job.scratch, f"{unit.name}.o") for unit in units]
+        scratch.mkdir()
+        units = _units(sources, chosen_sets(accepts, best_only=best_only))
+        objects = {name: str(scratch / f"{name}.o") for name in units}
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as executor:
-            failures = [message for message in executor.map(compile_unit, zip(units, objects)) if message]
-        library = Path(job.scratch, "library.so")
-        failure = failures[0] if failures else run(["-shared", "-pthread", "-o", str(library), *objects])
+            done = executor.map(lambda name: run(*_COMMON, *units[name], "-c", "-o", objects[name]), units)
+            failures = [message for message in done if message]
+        library, note = scratch / "library.so", scratch / "stamp"
+        failure = failures[0] if failures else run("-shared", "-pthread", "-o", str(library), *objects.values())
         if failure is None:
             # Between the two renames the stamp is that of another library: it is then built once more.
-            Path(job.scratch, "stamp").write_text(stamp(library), encoding="ascii")
-            os.replace(library, job.target)
-            os.replace(Path(job.scratch, "stamp"), f"{job.target}.sum")
+            note.write_text(stamp(library), encoding="ascii")
+            library.replace(target)
+            note.replace(f"{target}.sum")
         return failure
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     finally:
-        shutil.rmtree(job.scratch, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _main() -> None:
-    values: dict[str, Any] = json.loads(sys.argv[1])
-    values["units"] = tuple(Unit(name, source, tuple(flags)) for name, source, flags in values["units"])
+def _main(sources: str, scratch: str, target: str, extent: str, *command: str) -> None:
     if os.fork():
         os._exit(0)  # the starter has nobody to wait for; the output's end tells it that the build is over
-    failure = _build(Job(**values))
+    failure = _build(Path(sources), Path(scratch), Path(target), extent == "best", list(command))
     with contextlib.suppress(OSError):  # nobody waits any more
         sys.stdout.write(json.dumps(failure))
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    _main()
+    _main(*sys.argv[1:])

@@ -14,7 +14,6 @@ import pytest
 from aiocb import files
 from aiocb.kernels import KernelUnavailable, Library, build, compilation, find_compiler, find_or_build, load
 from aiocb.kernels.__main__ import main
-from aiocb.kernels.compilation import Unit
 from aiocb.kernels.threads import default_num_threads
 
 
@@ -25,7 +24,6 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source.mkdir()
     (source / "toy.cpp").write_text('extern "C" int toy() { return 7; }\n')
     monkeypatch.setattr(build, "_SOURCE_DIR", source)
-    monkeypatch.setattr(build, "_units", lambda: (Unit("toy", "toy.cpp", ("-O1",)),))
     monkeypatch.setenv("AIOCB_CACHE", str(tmp_path / "cache"))
     if isinstance(find_compiler(), KernelUnavailable):
         pytest.skip("no compiler")
@@ -49,7 +47,6 @@ def test_two_processes_build_once(toy: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from aiocb.kernels import build\n"
         f"build._SOURCE_DIR = Path({str(toy)!r})\n"
-        "build._units = lambda: (build.Unit('toy', 'toy.cpp', ('-O1',)),)\n"
         "print(build.find_or_build())\n"
     )
     processes = [
@@ -69,53 +66,61 @@ def test_failure_is_a_reason(toy: Path) -> None:
     assert "\n" not in failure.reason
 
 
-def test_levels_that_the_compiler_does_not_know_are_left_out() -> None:
-    kept = compilation.supported(build._units(), lambda flags: "-mavx512bf16" not in flags)
-    assert "avx512bf16" not in {unit.name for unit in kept}
-    assert "portable" in {unit.name for unit in kept}
-    dispatch = next(unit for unit in kept if unit.name == "dispatch")
-    assert ("-DAIOCB_NO_AVX512BF16" in dispatch.flags) == ("avx512bf16" in {unit.name for unit in build._units()})
+def knows_all(flags: tuple[str, ...]) -> bool:
+    return True
 
 
-X86_UNITS = tuple(
-    Unit(name, "instruction_set.cpp", (f"-m{name}",)) for name in ("avx512bf16", "avx512", "avx2", "portable")
-)
+def knows_no_bf16(flags: tuple[str, ...]) -> bool:
+    return "-mavx512bf16" not in flags
+
+
+@pytest.fixture
+def x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+
+
+def test_levels_that_the_compiler_does_not_know_are_left_out(x86: None) -> None:
+    kept = compilation.chosen_sets(knows_no_bf16, best_only=False)
+    assert kept == ["avx512", "avx2", "portable"]
+    units = compilation._units(build._SOURCE_DIR, kept)
+    assert units["dispatch"] == ["dispatch.cpp", "-DAIOCB_NO_AVX512BF16"]
+    assert [name for name, arguments in units.items() if "instruction_set.cpp" in arguments] == kept
+    assert units.keys() - kept == {path.stem for path in build._SOURCE_DIR.glob("*.cpp")} - {"instruction_set"}
+
+
+AVX2, AVX512, BF16 = ({*compilation._SETS[name]} for name in ("avx2", "avx512", "avx512bf16"))
 
 
 @pytest.mark.parametrize(
-    ("features", "unneeded"),
+    ("features", "chosen"),
     [
-        (None, set()),  # nobody to ask: every instruction set is built
-        ({"sse2"}, {"avx512bf16", "avx512", "avx2"}),
-        ({"avx2", "fma", "bmi2"}, {"avx512bf16", "avx512", "portable"}),
-        (compilation._NEEDS["avx512"] | compilation._NEEDS["avx2"], {"avx512bf16", "avx2", "portable"}),
-        (compilation._NEEDS["avx512bf16"] | compilation._NEEDS["avx2"], {"avx512", "avx2", "portable"}),
-        (
-            compilation._NEEDS["avx512bf16"] | compilation._NEEDS["avx2"] | {"AuthenticAMD"},
-            {"avx512", "avx2", "portable"},
-        ),
-        (
-            compilation._NEEDS["avx512bf16"] | compilation._NEEDS["avx2"] | {"GenuineIntel"},
-            {"avx512bf16", "avx2", "portable"},
-        ),
+        (None, ["avx512bf16", "avx512", "avx2", "portable"]),  # nobody to ask: every instruction set is built
+        ({"sse2"}, ["portable"]),
+        (AVX2, ["avx2"]),
+        (AVX512, ["avx512"]),
+        (BF16, ["avx512bf16"]),
+        (BF16 | {"AuthenticAMD"}, ["avx512bf16"]),
+        (BF16 | {"GenuineIntel"}, ["avx512"]),
     ],
 )
 def test_a_first_use_builds_the_best_level_alone(
-    features: set[str] | None, unneeded: set[str], monkeypatch: pytest.MonkeyPatch
+    x86: None, features: set[str] | None, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilation, "processor_features", lambda: features)
-    assert compilation.unneeded(X86_UNITS, lambda flags: True) == unneeded
+    assert compilation.chosen_sets(knows_all, best_only=True) == chosen
+    assert compilation.chosen_sets(knows_all, best_only=False) == ["avx512bf16", "avx512", "avx2", "portable"]
 
 
-def test_a_level_that_the_compiler_does_not_know_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        compilation, "processor_features", lambda: compilation._NEEDS["avx512bf16"] | compilation._NEEDS["avx2"]
-    )
-    assert compilation.unneeded(X86_UNITS, lambda flags: flags != ("-mavx512bf16",)) == {
-        "avx512bf16",
-        "avx2",
-        "portable",
-    }
+def test_other_processors_have_the_portable_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    for best_only in (True, False):
+        assert compilation.chosen_sets(knows_all, best_only=best_only) == ["portable"]
+    assert compilation._units(build._SOURCE_DIR, ["portable"])["dispatch"] == ["dispatch.cpp"]
+
+
+def test_a_level_that_the_compiler_does_not_know_is_not_the_best(x86: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "processor_features", lambda: BF16)
+    assert compilation.chosen_sets(knows_no_bf16, best_only=True) == ["avx512"]
 
 
 def test_a_library_without_a_level_for_this_processor_is_not_used(
@@ -128,8 +133,7 @@ def test_a_library_without_a_level_for_this_processor_is_not_used(
 
 
 def test_the_build_and_the_library_agree_on_the_best_level(library: Library) -> None:
-    unneeded = compilation.unneeded(X86_UNITS, lambda flags: True)
-    assert library.instruction_set() not in unneeded
+    assert library.instruction_set() in compilation.chosen_sets(knows_all, best_only=True)
 
 
 def test_a_complete_library_serves_everybody(toy: Path) -> None:
@@ -222,7 +226,6 @@ class TestSlowMachines:
         code = (
             "from pathlib import Path; from aiocb.kernels import build\n"
             f"build._SOURCE_DIR = Path({str(toy)!r})\n"
-            "build._units = lambda: (build.Unit('toy', 'toy.cpp', ('-O1',)),)\n"
             "build.find_or_build()\n"
         )
         with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as starter:
