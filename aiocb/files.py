@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import logging
-import mmap
 import os
 import shutil
 import zlib
@@ -52,25 +51,17 @@ def checksum(path: Path) -> str:
         OSError: the file cannot be read.
     """
     size = path.stat().st_size
-    if size == 0:
-        return "0"
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        memoryview(data) as view,
-    ):
 
-        def piece(start: int) -> int:
-            with view[start : start + _PIECE] as part:
-                return zlib.crc32(part)
+    def piece(start: int) -> str:
+        with path.open("rb") as file:
+            file.seek(start)
+            return f"{zlib.crc32(file.read(_PIECE)):08x}"
 
-        starts = range(0, len(view), _PIECE)
-        if len(starts) == 1:
-            sums = [piece(0)]
-        else:
-            with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as pool:
-                sums = list(pool.map(piece, starts))
-    joined = ",".join(f"{each:08x}" for each in sums)
+    if size <= _PIECE:
+        joined = piece(0)
+    else:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            joined = ",".join(pool.map(piece, range(0, size, _PIECE)))
     return f"{size} {hashlib.blake2b(joined.encode(), digest_size=12).hexdigest()}"
 
 
@@ -151,16 +142,14 @@ class Lock:
     """An exclusive lock on a file beside `path`; without locks in the system the renames alone have to do.
 
     It belongs to the open file: a process that inherits the descriptor holds it on when it was released here.
+
+    Attributes:
+        descriptor: the open file, to be inherited; None while the lock is not held.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path.parent / f"{path.name}.lock"
-        self._descriptor: int | None = None
-
-    @property
-    def descriptor(self) -> int | None:
-        """The open file, to be inherited; None while the lock is not held."""
-        return self._descriptor
+        self.descriptor: int | None = None
 
     def __enter__(self) -> bool:
         return self.try_acquire()
@@ -182,16 +171,16 @@ class Lock:
 
     def release(self) -> None:
         """Give it back; harmless when it is not held."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
 
     def _flock(self, flags: int) -> None:
-        if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        if self.descriptor is None:
+            self.descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         if fcntl is not None:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | flags)
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | flags)
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                     raise

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["PACKAGES", "WEIGHTS", "find_package", "folder_of", "has_magic", "is_whole", "join", "load_gguf"]
+__all__ = ["PACKAGES", "WEIGHTS", "GgufModel", "find_package", "join"]
 
 logger = logging.getLogger("aiocb.model")
 
@@ -88,78 +88,75 @@ def join(parts: Sequence[Path], folder: Path) -> Path:
     return folder / _JOINED
 
 
-def has_magic(path: Path) -> bool:
-    """Whether a file begins as GGUF files do: the content decides what it is, not its name.
+class GgufModel(NamedTuple):
+    """A GGUF file in its parts, and the folder where its converted weights are or will be."""
 
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    with explained(f"read {path}"), path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+    parts: tuple[Path, ...]
+    dtype: torch.dtype
+    folder: Path
 
+    @classmethod
+    def of(cls, parts: tuple[Path, ...], dtype: torch.dtype) -> GgufModel:
+        """Name the folder by all of the content and by nothing else.
 
-def folder_of(parts: Sequence[Path], dtype: torch.dtype) -> Path:
-    """Where the converted weights of a file are, or will be: named by all of its content and by nothing else.
+        Raises:
+            ConfigError: the file cannot be read, or is of another kind: the content decides that, not its name.
+        """
+        with explained(f"read {parts[0]}"):
+            with parts[0].open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    raise ConfigError(
+                        f"{parts[0]} is a file but not a GGUF file (it does not begin with 'GGUF'): give a GGUF file, "
+                        "or the folder of a model"
+                    )
+            contents = " ".join(files.digest(part) for part in parts)
+        digest = hashlib.blake2b(contents.encode(), digest_size=12).hexdigest()
+        name = str(dtype).removeprefix("torch.")
+        return cls(parts, dtype, files.cache_dir() / "gguf" / f"{digest}-{name}")
 
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    with explained(f"read {parts[0]}"):
-        contents = " ".join(files.digest(part) for part in parts)
-    digest = hashlib.blake2b(contents.encode(), digest_size=12).hexdigest()
-    name = str(dtype).removeprefix("torch.")
-    return files.cache_dir() / "gguf" / f"{digest}-{name}"
+    def flaw(self) -> str | None:
+        """Why converted weights cannot be used, see `files.flaw`: not there, damaged, or not made by this version.
 
+        Raises:
+            ConfigError: they are there and cannot be read.
+        """
+        with explained(f"read {self.folder}"):
+            return files.flaw(self.folder, _maker())
 
-def is_whole(folder: Path) -> bool:
-    """Whether converted weights are there, undamaged and made by this version.
+    def load(self, progress: Progress) -> tuple[PreTrainedModel, Any]:
+        """Load the model (on the CPU) and its tokenizer from the folder, converting on the first use.
 
-    Raises:
-        ConfigError: they are there and cannot be read.
-    """
-    return _flaw(folder) is None
-
-
-def load_gguf(
-    parts: Sequence[Path], folder: Path, dtype: torch.dtype, progress: Progress
-) -> tuple[PreTrainedModel, Any]:
-    """Load a GGUF model from its folder, converting it on the first use: model (on the CPU) and tokenizer.
-
-    Raises:
-        ConfigError: the file is missing, broken, says what is not supported, or the machine has no room for it.
-    """
-    if not is_whole(folder):
-        with explained(f"keep {parts[0]} in {folder.parent} (AIOCB_CACHE names another)"), files.locked(folder):
-            flaw = _flaw(folder)  # another process may have made it while this one waited
-            if flaw:
-                logger.warning("the converted weights of %s are made again: %s", parts[0], flaw)
-            if flaw is not None:
-                _convert(parts, dtype, folder, progress)
-    progress("load", 0.0)
-    with explained(f"load {folder}"):
-        loaded = _load_folder(folder, dtype)
-    progress("load", 1.0)
-    return loaded
+        Raises:
+            ConfigError: the file is missing, broken, says what is not supported, or the machine has no room for it.
+        """
+        folder, name = self.folder, self.parts[0]
+        if self.flaw() is not None:
+            with explained(f"keep {name} in {folder.parent} (AIOCB_CACHE names another)"), files.locked(folder):
+                flaw = self.flaw()  # another process may have made it while this one waited
+                if flaw:
+                    logger.warning("the converted weights of %s are made again: %s", name, flaw)
+                if flaw is not None:
+                    _convert(self, progress)
+        progress("load", 0.0)
+        with explained(f"load {folder}"):
+            loaded = _load_folder(folder, self.dtype)
+        progress("load", 1.0)
+        return loaded
 
 
 def _maker() -> str:
     return f"format {FORMAT}, transformers {importlib.metadata.version('transformers')}"
 
 
-def _flaw(folder: Path) -> str | None:
-    with explained(f"read {folder}"):
-        return files.flaw(folder, _maker())
-
-
-def _convert(parts: Sequence[Path], dtype: torch.dtype, folder: Path, progress: Progress) -> None:
-    """Dequantise into `folder`, whose lock is held."""
+def _convert(model: GgufModel, progress: Progress) -> None:
+    """Dequantise into the folder, whose lock is held."""
     from aiocb.model.load.gguf_convert import convert  # its imports take as long as reading what it has made
 
     progress("convert", 0.0)
-    with files.make_folder(folder, _maker()) as scratch:
-        convert(join(parts, scratch), scratch, WEIGHTS, dtype, progress)
+    with files.make_folder(model.folder, _maker()) as scratch:
+        convert(join(model.parts, scratch), scratch, WEIGHTS, model.dtype, progress)
         (scratch / _JOINED).unlink(missing_ok=True)
-    _remove_old(folder.parent)
+    _remove_old(model.folder.parent)
     progress("convert", 1.0)
 
 

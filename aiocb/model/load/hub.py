@@ -79,18 +79,6 @@ class LoadedModel(NamedTuple):
     found: Found | None
 
 
-class _Gguf(NamedTuple):
-    """A GGUF file that a name stands for, in its parts, and where its converted weights are or will be."""
-
-    parts: tuple[Path, ...]
-    folder: Path
-    dtype: torch.dtype
-
-    @property
-    def found(self) -> Found:
-        return Found((self.folder / gguf.WEIGHTS,), self.folder, self.folder.name)
-
-
 def load(
     name_or_path: str,
     *,
@@ -129,8 +117,8 @@ def load(
                     f"{name} is a GGUF file here, for which transformers' options do nothing: {', '.join(unused)}. "
                     "Leave them out, or name a model that transformers loads"
                 )
-            model, tokenizer = gguf.load_gguf(file.parts, file.folder, file.dtype, report)
-            found: Found | None = file.found
+            model, tokenizer = file.load(report)
+            found: Found | None = _found(file)
             origin = (
                 f"GGUF file of the installed package {gguf.PACKAGES[name].pip}"
                 if name in gguf.PACKAGES
@@ -164,7 +152,11 @@ def find(name_or_path: str, dtype: str | torch.dtype | None, device: str | torch
     file = _find_gguf(str(name_or_path), chosen_dtype)
     if file is None:
         return _find_folder(str(name_or_path), chosen_dtype)
-    return file.found if gguf.is_whole(file.folder) else None
+    return _found(file) if file.flaw() is None else None
+
+
+def _found(file: gguf.GgufModel) -> Found:
+    return Found((file.folder / gguf.WEIGHTS,), file.folder, file.folder.name)
 
 
 def _named_file(name: str, kwargs: dict[str, Any]) -> str:
@@ -187,24 +179,15 @@ def _picked(kwargs: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: kwargs[name] for name in names if name in kwargs}
 
 
-def _find_gguf(name: str, dtype: torch.dtype | None) -> _Gguf | None:
+def _find_gguf(name: str, dtype: torch.dtype | None) -> gguf.GgufModel | None:
     import torch
 
-    parts = gguf.find_package(name)
-    if not parts:
-        path = Path(name).expanduser()
-        if not path.is_file():
-            if name.endswith(".gguf"):
-                raise ConfigError(f"{name} does not exist")
-            return None
-        if not gguf.has_magic(path):
-            raise ConfigError(
-                f"{name} is a file but not a GGUF file (it does not begin with 'GGUF'): give a GGUF file, "
-                "or the folder of a model"
-            )
-        parts = (path,)
-    target = dtype or torch.bfloat16
-    return _Gguf(parts, gguf.folder_of(parts, target), target)
+    parts, path = gguf.find_package(name), Path(name).expanduser()
+    if not parts and not path.is_file():
+        if name.endswith(".gguf"):
+            raise ConfigError(f"{name} does not exist")
+        return None
+    return gguf.GgufModel.of(parts or (path,), dtype or torch.bfloat16)
 
 
 def _find_folder(name: str, dtype: torch.dtype | None) -> Found | None:
