@@ -134,11 +134,11 @@ class Sampler:
         if errors:
             tokens = [() if one.request_id in errors else token for one, token in zip(sampling, tokens, strict=True)]
         if len(sampling) != len(entries):
-            at = iter(range(len(sampling)))
-            places = [next(at) if entry.is_sampled else None for entry in entries]
-            tokens = [() if place is None else tokens[place] for place in places]
+            given = iter(tokens)
+            tokens = [next(given) if entry.is_sampled else () for entry in entries]
             if logprobs is not None:
-                logprobs = [None if place is None else logprobs[place] for place in places]
+                found = iter(logprobs)
+                logprobs = [next(found) if entry.is_sampled else None for entry in entries]
         return StepResult(tokens, logprobs, prompt_logprobs, errors or None)
 
     def _batch_of(self, records: list[Record]) -> _Batch:

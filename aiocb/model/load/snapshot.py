@@ -47,8 +47,7 @@ _KEPT = 8  # per model: other versions, settings and earlier contents of its fil
 
 def snapshot_folder(found: Found, library: Library, quantization: str | None) -> Path:
     """Where the snapshot of a model lies, or will."""
-    digest = hashlib.blake2b(digest_size=10)
-    for part in (
+    parts = (
         aiocb.__version__,
         torch.__version__,
         importlib.metadata.version("transformers"),
@@ -57,8 +56,8 @@ def snapshot_folder(found: Found, library: Library, quantization: str | None) ->
         library.instruction_set(),
         found.identity,
         quantization,
-    ):
-        digest.update(f"{part}\n".encode())
+    )
+    digest = hashlib.blake2b("\n".join(map(str, parts)).encode(), digest_size=10)
     return files.cache_dir() / "native" / f"{found.home.name[:80]}-{digest.hexdigest()}"
 
 
