@@ -86,36 +86,32 @@ def processed_logprobs(
         token_ids: the token of each row, [N].
         num_top: how many alternatives each row wants, [N].
     """
-    result: list[TokenLogprobs | None] = [None] * len(token_ids)
+    found: dict[int, TokenLogprobs] = {}
     if logits.amax().isposinf():
         logits = logits.clamp(max=_HIGHEST)
     rows = (~is_truncated).nonzero()[:, 0]
-    if len(rows):
-        for part in parts(rows, logits, logits.shape[1]):
-            picked = (rows[part] if isinstance(part, slice) else part).tolist()
-            whole = logits[part]
-            temperature = params.temperature[part]
-            # Greedy rows have no temperature.
-            divisor = torch.where(temperature > 0, temperature, 1.0).clamp(1e-30, 1e30).to(torch.float32)
-            logprobs = torch.sub(whole, row_argmax(whole)[1][:, None]).div_(divisor[:, None]).log_softmax(dim=-1)
-            found = full_logprobs(logprobs, [token_ids[row] for row in picked], [num_top[row] for row in picked])
-            for row, one in zip(picked, found, strict=True):
-                result[row] = one
+    for part in parts(rows, logits, logits.shape[1]):
+        picked = (rows[part] if isinstance(part, slice) else part).tolist()
+        whole = logits[part]
+        temperature = params.temperature[part]
+        # Greedy rows have no temperature.
+        divisor = torch.where(temperature > 0, temperature, 1.0).clamp(1e-30, 1e30).to(torch.float32)
+        logprobs = torch.sub(whole, row_argmax(whole)[1][:, None]).div_(divisor[:, None]).log_softmax(dim=-1)
+        looked_up = full_logprobs(logprobs, [token_ids[row] for row in picked], [num_top[row] for row in picked])
+        found.update(zip(picked, looked_up, strict=True))
     rows = is_truncated.nonzero()[:, 0]
     if len(rows):
-        part = logits[rows]
-        for indices, kept in iterate_kept(part, row_argmax(part)[1], params.subset(rows)):
+        some = logits[rows]
+        for indices, kept in iterate_kept(some, row_argmax(some)[1], params.subset(rows)):
             totals = kept.weights.cumsum(dim=1)[:, -1].log().tolist()
             for at, row in enumerate(rows[indices].tolist()):
                 present = kept.weights[at] > 0
                 values = (kept.log_weights[at][present] - totals[at]).tolist()
                 pairs = list(zip(kept.ids[at][present].tolist(), values, strict=True))
-                token_id = token_ids[row]
-                value = next((value for candidate, value in pairs if candidate == token_id), -math.inf)
+                value = dict(pairs).get(token_ids[row], -math.inf)
                 rank = sum(other > value for other in values) + 1
-                result[row] = token_logprobs(token_id, value, rank, pairs[: num_top[row]])
-    assert all(one is not None for one in result)
-    return [one for one in result if one is not None]
+                found[row] = token_logprobs(token_ids[row], value, rank, pairs[: num_top[row]])
+    return [found[row] for row in range(len(token_ids))]
 
 
 def token_logprobs(token_id: int, value: float, rank: int, top: list[tuple[int, float]]) -> TokenLogprobs:
