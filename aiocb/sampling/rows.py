@@ -59,7 +59,8 @@ def parts(rows: Tensor, logits: Tensor, width: int) -> Iterator[slice | Tensor]:
     """
     size = len(rows)
     if logits.device.type == "cpu":
-        size = max(1, _PART_VALUES * torch.get_num_threads() // width)
+        size = _PART_VALUES * torch.get_num_threads() // width
+    size = max(1, size)  # no rows, or very wide ones
     for start in range(0, len(rows), size):
         part = slice(start, start + size)
         yield part if len(rows) == len(logits) else rows[part]

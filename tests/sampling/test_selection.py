@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from aiocb.sampling.rows import row_argmax
+from aiocb.sampling.rows import parts, row_argmax
 from aiocb.sampling.selection import EMPTY_ROW, INVALID_ROW, select
 from aiocb.sampling.truncation import SelectionParams, iterate_kept, sorted_candidates
 from aiocb.sampling_params import SamplingParams
@@ -228,3 +228,12 @@ def test_draws_follow_the_distribution(values: dict[str, Any], vocab_size: int) 
         counts += chosen.bincount(minlength=vocab_size).to(torch.float64)
     statistic, freedom = chi_square(counts, reference(row[0], sampling) * num_draws)
     assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 10
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("width", [1, 2**40])
+def test_no_rows_have_no_parts(device: str, width: int) -> None:
+    """On other devices than the CPU all rows are one part, of whatever number: none, too."""
+    logits = torch.empty(3, 8, device=device)
+    assert list(parts(torch.arange(0), logits, width)) == []
+    assert sum(len(range(*part.indices(3))) for part in parts(torch.arange(3), logits, width)) == 3  # type: ignore[union-attr]
