@@ -29,7 +29,7 @@ from aiocb.text.pieces import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokenizer", "TokenText"]
+__all__ = ["Detokenizer", "TokenText", "byte_alphabet"]
 
 logger = logging.getLogger("aiocb")
 
@@ -55,13 +55,11 @@ _PROBE_TEXTS = (
 )
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The printable characters that stand for bytes in byte-level vocabularies (GPT-2's table)."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in kept}
-    others = (byte for byte in range(256) if chr(byte) not in alphabet)
-    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
-    return alphabet
+def byte_alphabet() -> dict[str, int]:
+    """The printable characters that stand for bytes in byte-level vocabularies."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
 class TokenText:
@@ -216,7 +214,7 @@ class TokenText:
         return [], ""
 
     def _make_tables(self, skip: bool) -> tuple[Pieces, Pieces]:
-        alphabet = _byte_alphabet() if self._is_byte_level else {}
+        alphabet = byte_alphabet() if self._is_byte_level else {}
         anchor, anchor_text = self._anchor
 
         def middle(token_id: int) -> Piece:

@@ -11,7 +11,8 @@ from aiocb.engine.core import EngineCore
 from aiocb.engine.delivery import failed
 from aiocb.errors import EngineClosed, EngineDead, RequestFailed
 from aiocb.step import StepPlan
-from aiocb.testing.oracle import KVOracle, simple_layout
+from aiocb.testing.oracle import KVOracle
+from aiocb.testing.records import simple_layout
 from aiocb.testing.simulator.clients import PlannedFault, PlannedInterrupt
 from aiocb.testing.simulator.lives import Life, OracleSource
 from aiocb.testing.simulator.report import Report
