@@ -89,11 +89,7 @@ async def submitted(engine: Engine) -> None:
     session = engine._session
     if session is not None and session.encoder.is_alive:
         await asyncio.sleep(0)
-        await session.encoder.submit(_nothing)
-
-
-def _nothing() -> None:
-    """A job after all others."""
+        await session.encoder.submit(int)  # a job after all others
 
 
 async def _barrier(session: Session, look: Callable[[EngineCore], object] | None = None) -> None:
@@ -137,14 +133,10 @@ def _inspect(core: EngineCore) -> list[str]:
 async def _end_of_dispatch(session: Session) -> None:
     """The dispatcher of a loop ends by itself when the last output of that loop has ended: let it."""
     bridge = session._bridges.get(asyncio.get_running_loop())
-    task = None if bridge is None else bridge._dispatcher
-    if task is not None:
-        await asyncio.wait([task], timeout=_TIMEOUT_S if _has_ended(session) else 0.0)
-
-
-def _has_ended(session: Session) -> bool:
-    core = session.worker.core
-    return core is not None and core.delivery.num_streams == 0
+    if bridge is not None and bridge._dispatcher is not None:
+        core = session.worker.core
+        has_ended = core is not None and core.delivery.num_streams == 0
+        await asyncio.wait([bridge._dispatcher], timeout=_TIMEOUT_S if has_ended else 0.0)
 
 
 def worker_threads() -> list[threading.Thread]:
