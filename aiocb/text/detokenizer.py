@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiocb.text.pieces import (
+    CleaningDetokenizer,
     Detokenizer,
     MarkingDetokenizer,
     Piece,
@@ -130,7 +131,7 @@ class TokenText:
         if self._tables:
             return self._with_pieces(self._tables[skip_special_tokens])
         decode = self._decode_raw if self._is_cleaned else self._decode
-        return WindowDetokenizer(lambda ids: decode(ids, skip_special_tokens), self._stages())
+        return self._cleaning(WindowDetokenizer(lambda ids: decode(ids, skip_special_tokens)))
 
     def marking(self, marks: Mapping[int, str]) -> Detokenizer:
         """Return a detokenizer that leaves special tokens out, but yields a mark in the place of some.
@@ -154,11 +155,13 @@ class TokenText:
             return piece.encode("utf-8", "surrogatepass")
         return bytes((piece,)) if isinstance(piece, int) else piece or b""
 
-    def _with_pieces(self, tables: tuple[Pieces, Pieces]) -> PieceDetokenizer:
-        return PieceDetokenizer(*tables, self._strip, self._stages())
+    def _with_pieces(self, tables: tuple[Pieces, Pieces]) -> Detokenizer:
+        return self._cleaning(PieceDetokenizer(*tables, self._strip))
 
-    def _stages(self) -> list[Replacer]:
-        return [Replacer(old, new) for old, new in _CLEAN_UP] if self._is_cleaned else []
+    def _cleaning(self, detokenizer: Detokenizer) -> Detokenizer:
+        if not self._is_cleaned:
+            return detokenizer
+        return CleaningDetokenizer(detokenizer, (Replacer(old, new) for old, new in _CLEAN_UP))
 
     def _decode(self, ids: list[int], skip: bool) -> str:
         """The text that counts."""
