@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from aiocb.errors import InvalidRequest, explain, show_value
+from aiocb.text.prompts import texts_of
 
 __all__ = ["ChatTemplate", "SpecialTexts"]
 
@@ -57,7 +58,7 @@ class SpecialTexts:
 
     def are_in(self, value: Any) -> bool:
         """Whether any text of a copied structure spells a special token."""
-        return any(self._is_in(text) for text in _texts_of(value))
+        return any(self._is_in(text) for text in texts_of(value))
 
     def split(self, text: str) -> list[str]:
         """Cut a text within everything that spells a special token, so that no part does."""
@@ -160,7 +161,7 @@ class ChatTemplate:
         theirs = [prepared, tools, given.get("documents")]
         if parses_specials or not self._specials.are_in(theirs):
             return [self._render(prepared, tools, given)]
-        mark = next((mark for mark in _BREAKS if not any(mark in text for text in _texts_of(theirs))), None)
+        mark = next((mark for mark in _BREAKS if not any(mark in text for text in texts_of(theirs))), None)
         if mark is None:
             raise InvalidRequest("the messages spell special tokens and hold every noncharacter; remove one of them")
         prepared, tools, documents = self._specials.broken(theirs, mark)
@@ -278,16 +279,3 @@ def _without(message: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if isinstance(content, list):
         kept["content"] = [part for part in content if part.get("type") != kind]
     return kept
-
-
-def _texts_of(value: Any) -> Iterator[str]:
-    """All texts in a copied structure, keys of mappings included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts_of(key)
-            yield from _texts_of(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _texts_of(each)

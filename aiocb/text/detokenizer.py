@@ -99,9 +99,8 @@ class TokenText:
         self._read_decoder()
         self._anchor = self._find_anchor()
         probes = self._probes()
-        self._is_cleaned = _is_cleaned(self._tokenizer, self._backend) and all(
-            _clean_up(self._decode_raw(ids, False)) == self._decode(ids, False) for ids in probes
-        )
+        raw, shown = ([decode(ids, False) for ids in probes] for decode in (self._decode_raw, self._decode))
+        self._is_cleaned = raw != shown and list(map(_clean_up, raw)) == shown
         tables = {skip: self._make_tables(skip) for skip in (True, False)}
         is_proven = all(self._is_equal(tables[skip], ids, skip) for skip in tables for ids in probes)
         return tables if is_proven else {}
@@ -280,13 +279,6 @@ def _special_tokens(tokenizer: Any, backend: Any) -> Iterable[str]:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         return [*map(str, getattr(tokenizer, "all_special_tokens", ())), *(str(t) for t in added if t.special)]
     return [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-
-
-def _is_cleaned(tokenizer: Any, backend: Any) -> bool:
-    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return False
-    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-    return backend is None or type(backend.model).__name__ != "BPE" or bool(forced)
 
 
 def _clean_up(text: str) -> str:

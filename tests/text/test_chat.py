@@ -150,7 +150,7 @@ def test_what_templates_want_is_asked_once_and_bounded(smol: TextProcessor, monk
         calls.clear()
         smol.render_chat(user("y"), chat_template_kwargs={"chat_template": f"{number}{CHATML}"})
         assert len(calls) == 1
-    assert smol._chat is not None and len(smol._chat._wants) <= 8
+    assert len(smol._chat._wants) <= 8
 
 
 # ── special tokens ───────────────────────────────────────────────────────────────────────────────────────────────────
