@@ -247,21 +247,18 @@ def _content(content: Any, wants: _Wants, where: str) -> tuple[Any, list[str]]:
     prepared: list[Any] = []
     media: list[str] = []
     for part in parts:
-        text = part if isinstance(part, str) else None
-        if isinstance(part, Mapping):
-            kind = part.get("type", "text")
-            if not isinstance(kind, str) or (kind in _TEXT_TYPES and not isinstance(part.get("text"), str)):
-                raise InvalidRequest(
-                    f"the content of {where} holds a part without a 'type' and what belongs to it: {show_value(part)}"
-                )
-            if kind not in _TEXT_TYPES:
-                media.append(kind)
-                prepared.append(part)
-                continue
-            text = part["text"]
-        if text is None:
-            raise InvalidRequest(f"the content of {where} must hold parts with a 'type', not {show_value(part)}")
-        prepared.append({"type": "text", "text": text})
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or (kind in _TEXT_TYPES and not isinstance(part.get("text"), str)):
+            raise InvalidRequest(
+                f"the content of {where} must hold parts with a 'type' and what belongs to it, not {show_value(part)}"
+            )
+        if kind in _TEXT_TYPES:
+            prepared.append({"type": "text", "text": part["text"]})
+        else:
+            media.append(kind)
+            prepared.append(part)
     if wants.parts:
         return prepared, media
     if media:

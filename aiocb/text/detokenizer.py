@@ -9,6 +9,7 @@ again and again instead.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -78,7 +79,7 @@ class TokenText:
         self._is_byte_level = False
         self._has_byte_fallback = False
         self._is_cleaned = False
-        self._known: dict[int, bool] = {}
+        self._is_known = functools.cache(self._try)
         self._anchor: tuple[list[int], str] = ([], "")
         self._tables: dict[bool, tuple[Pieces, Pieces]] = {}
         self._is_prepared = tokenizer is None
@@ -162,18 +163,17 @@ class TokenText:
             return detokenizer
         return CleaningDetokenizer(detokenizer, (Replacer(old, new) for old, new in _CLEAN_UP))
 
-    def _decode(self, ids: list[int], skip: bool) -> str:
+    def _decode(self, ids: list[int], skip: bool, **options: bool) -> str:
         """The text that counts."""
         if self._backend is None:
             ids = [token_id for token_id in ids if self._is_known(token_id)]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, **options))
 
     def _decode_raw(self, ids: list[int], skip: bool) -> str:
         """The same without transformers' clean-up."""
-        if self._backend is not None:
-            return str(self._backend.decode(ids, skip_special_tokens=skip))
-        ids = [token_id for token_id in ids if self._is_known(token_id)]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+        if self._backend is None:
+            return self._decode(ids, skip, clean_up_tokenization_spaces=False)
+        return str(self._backend.decode(ids, skip_special_tokens=skip))
 
     def _token(self, token_id: int) -> str | None:
         if self._backend is not None:
@@ -182,17 +182,13 @@ class TokenText:
         token = self._tokenizer.convert_ids_to_tokens(token_id) if self._is_known(token_id) else None
         return token if isinstance(token, str) else None
 
-    def _is_known(self, token_id: int) -> bool:
+    def _try(self, token_id: int) -> bool:
         """False for ids between a Python tokenizer's vocabulary and the model's: it raises what it likes for them."""
-        known = self._known.get(token_id)
-        if known is None:
-            try:
-                self._tokenizer.decode([token_id])
-                known = True
-            except Exception:
-                known = False
-            self._known[token_id] = known
-        return known
+        try:
+            self._tokenizer.decode([token_id])
+        except Exception:
+            return False
+        return True
 
     def _read_decoder(self) -> None:
         decoder = getattr(self._backend, "decoder", None)

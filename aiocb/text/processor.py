@@ -19,7 +19,6 @@ from aiocb.sampling_params import SamplingParams
 from aiocb.text.chat import ChatTemplate, SpecialTexts
 from aiocb.text.detokenizer import TokenText
 from aiocb.text.output import MARKS, Marking, TextOutput
-from aiocb.text.pieces import Detokenizer
 from aiocb.text.prompts import Messages, Refused, take_prompt
 from aiocb.text.stop_strings import StopMatcher, StopStrings
 
@@ -130,22 +129,13 @@ class TextProcessor:
         Raises:
             InvalidRequest: as `ChatTemplate.render` and `encode`.
         """
-        first, *rest = self._render(messages, tools, chat_template_kwargs, parses_specials=parse_special_tokens)
+        taken = take_prompt(messages)
+        if not isinstance(taken, Messages):
+            raise InvalidRequest(taken.reason if isinstance(taken, Refused) else "these are no chat messages")
+        first, *rest = self._chat.render(
+            taken.messages, tools, chat_template_kwargs, parses_specials=parse_special_tokens
+        )
         return [*self.encode(first, add_special_tokens=False), *self._encode_after(rest)]
-
-    def render_chat(
-        self,
-        messages: Any,
-        *,
-        tools: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The text that `encode_chat` encodes.
-
-        Raises:
-            InvalidRequest: as `ChatTemplate.render`.
-        """
-        return "".join(self._render(messages, tools, chat_template_kwargs, parses_specials=True))
 
     def normalize_prompt(
         self,
@@ -189,10 +179,6 @@ class TextProcessor:
 
     # ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def make_detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh detokenizer; one per request and sample."""
-        return self.token_text.detokenizer(skip_special_tokens=skip_special_tokens)
-
     def make_outputs(
         self, sampling: SamplingParams, prompt_token_ids: Sequence[int], count: int
     ) -> tuple[TextOutput, ...]:
@@ -209,7 +195,7 @@ class TextProcessor:
             return None if stops is None else StopMatcher(stops, sampling.include_stop_str_in_output)
 
         output = TextOutput(
-            self.make_detokenizer(skip_special_tokens=skip),
+            self.token_text.detokenizer(skip_special_tokens=skip),
             make_matcher(),
             min_new_tokens=sampling.min_new_tokens or 0,
             echo=prompt_token_ids if sampling.echo else (),
@@ -262,12 +248,6 @@ class TextProcessor:
         return tuple(found)
 
     # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _render(self, messages: Any, tools: Any, arguments: Any, *, parses_specials: bool) -> list[str]:
-        taken = take_prompt(messages)
-        if not isinstance(taken, Messages):
-            raise InvalidRequest(taken.reason if isinstance(taken, Refused) else "these are no chat messages")
-        return self._chat.render(taken.messages, tools, arguments, parses_specials=parses_specials)
 
     @cached_property
     def _specials(self) -> SpecialTexts:

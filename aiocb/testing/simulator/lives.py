@@ -19,6 +19,7 @@ from aiocb.sampling_params import ModelDefaults
 from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.scheduler import Scheduler
 from aiocb.testing.oracle import KVOracle
+from aiocb.testing.quiescent import what_is_left
 from aiocb.testing.simulator.clients import Client, Letters, PlannedFault, PlannedInterrupt, Sink
 from aiocb.testing.simulator.workload import EOS_TOKEN_ID, MAX_MODEL_LEN, VOCAB_SIZE
 from aiocb.text.output import TextOutput
@@ -298,9 +299,7 @@ class Life:
         Raises:
             AssertionError: naming what is.
         """
-        core, scheduler = self.core, self.scheduler
-        core.check_invariants()
-        assert core.delivery.num_streams == 0 and scheduler.num_requests == 0, f"left: {scheduler!r}"
-        assert not any(pool.num_used for pool in scheduler.cache.pools), f"blocks are left: {scheduler!r}"
+        found = what_is_left(self.core)
+        assert not found, "; ".join(found)
         assert self.oracle.num_open == 0, "the runner keeps records of requests that ended"
-        assert sum(core.recorder.finished.values()) == core._num_received, "ends and requests do not balance"
+        assert sum(self.core.recorder.finished.values()) == self.core._num_received, "ends and requests do not balance"
