@@ -32,6 +32,7 @@ _NOT_FOR_TEMPLATES = frozenset(
     }
 )
 _PROBE = "Xq7"
+_PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _PRINTED_PART = re.compile(rf"""['"]text['"]:\s*['"]{_PROBE}""")
 _MAX_KNOWN_TEMPLATES = 8
 
@@ -220,10 +221,11 @@ class ChatTemplate:
         wants = self._wants.get(key)
         if wants is None:
             quiet = {**arguments, "add_generation_prompt": False, "continue_final_message": False}
+            some = None if tools is None else [_PROBE_TOOL]  # a tokenizer may have another template for tools
 
             def render(content: Any) -> str:
                 try:
-                    return self._render([{"role": "user", "content": content}], None, quiet)
+                    return self._render([{"role": "user", "content": content}], some, quiet)
                 except InvalidRequest:
                     return ""
 

@@ -135,6 +135,16 @@ def test_arguments_that_are_not_for_the_template_are_refused(smol: TextProcessor
         smol.encode_chat(user("x"), chat_template_kwargs={name: True})
 
 
+def test_with_tools_the_template_for_tools_is_asked_what_it_wants() -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": f"{PARTS}{{{{ tools | length }}}}"}
+    processor = TextProcessor(tokenizer)
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    for content in ("one", [text_part("one")]):
+        assert rendered(processor, user(content)) == "one"
+        assert rendered(processor, user(content), tools=tools) == "one1"
+
+
 def test_what_templates_want_is_asked_once_and_bounded(smol: TextProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     tokenizer: Any = smol.tokenizer
