@@ -17,8 +17,9 @@
 
 from aiocb.testing.fake import FakeRunner, byte_tokenizer, fake_engine
 from aiocb.testing.gate import Gate
-from aiocb.testing.oracle import KVMismatch, KVOracle, simple_layout
+from aiocb.testing.oracle import KVOracle
 from aiocb.testing.quiescent import assert_quiescent, settle, submitted
+from aiocb.testing.records import KVMismatch, simple_layout
 
 __all__ = [
     "FakeRunner",

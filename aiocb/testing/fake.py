@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.engine.engine import Engine
-from aiocb.outputs import TokenLogprobs
-from aiocb.records import Record, Records
+from aiocb.records import Record
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, StepPlan, StepResult
+from aiocb.step import ImmediateRunner, StepPlan, StepResult
 from aiocb.testing.gate import Gate
+from aiocb.testing.records import CheckedRecords, fake_result, simple_layout
+from aiocb.text.detokenizer import byte_alphabet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -79,8 +80,7 @@ class FakeRunner(ImmediateRunner):
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_id = eos_token_id
-        groups = (CacheGroup(window, (layer,), num_blocks, page_size) for layer, window in enumerate(windows))
-        self.cache_layout = CacheLayout(page_size, tuple(groups))
+        self.cache_layout = simple_layout(num_blocks, page_size=page_size, windows=windows)
         self.device_type = "cpu"
         self.choices = (Choice("model", "FakeRunner", "scripted tokens"),)
         self.num_steps = 0
@@ -89,17 +89,12 @@ class FakeRunner(ImmediateRunner):
         self.is_hanging = False
         self.is_closed = False
         self._reply = reply
-        self._replies: dict[int, Sequence[int]] = {}
-        self._records = Records()
-        self._thread: int | None = None
-        self._last_id = 0  # the highest of all that were opened
-        self._closed: set[int] = set()  # ids that may be opened again: their request may have been preempted
-        self._has_raised = False
+        self._records = CheckedRecords()
         self._gate = gate
         self._step_time = step_time
         self._raise_at = dict(raise_at or {})
         self._hang_at = frozenset(hang_at)
-        self._fail = fail
+        self._fail = fail or (lambda step, record: None)
         self._resumed = threading.Event()
 
     @property
@@ -109,30 +104,11 @@ class FakeRunner(ImmediateRunner):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Pass the gate, do what the fault plan says, and answer."""
-        try:
-            return self._execute(plan)
-        except BaseException:
-            self._has_raised = True
-            raise
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        thread = threading.get_ident()
-        assert self._thread in (None, thread), "two threads use one runner"
-        self._thread = thread
-        self._closed.update(plan.closed)
-        for opened in plan.opened:
-            # A request that was preempted is closed and opened again.
-            is_new = opened.request_id > self._last_id
-            assert is_new or opened.request_id in self._closed, f"the id {opened.request_id} is used a second time"
-            self._last_id = max(self._last_id, opened.request_id)
         records = self._records.begin(plan)
-        for request_id in plan.closed:
-            self._replies.pop(request_id, None)
         if not plan.entries:
             return StepResult(())
-        gate = self._gate
-        if gate is not None:
-            gate.enter()
+        if self._gate is not None:
+            self._gate.enter()
         self.num_steps += 1
         step = self.num_steps
         if step in self._hang_at:
@@ -143,34 +119,19 @@ class FakeRunner(ImmediateRunner):
             time.sleep(self._step_time)
         if step in self._raise_at:
             raise self._raise_at[step]
-        result = self._answer(step, plan, records)
+        failures = {record.request_id: self._fail(step, record) for record in records}
+        errors = {request_id: error for request_id, error in failures.items() if error is not None}
+        sampled = [
+            (self._next_token(record),) if entry.is_sampled and entry.request_id not in errors else ()
+            for entry, record in zip(plan.entries, records, strict=True)
+        ]
+        result = fake_result(plan, records, sampled, errors)
         self._records.finish(records, result)
         self.num_tokens += plan.num_tokens
         self.max_requests = max(self.max_requests, len(plan.entries))
-        if gate is not None:
-            gate.leave()
+        if self._gate is not None:
+            self._gate.leave()
         return result
-
-    def _answer(self, step: int, plan: StepPlan, records: Sequence[Record]) -> StepResult:
-        errors: dict[int, Exception] = {}
-        if self._fail is not None:
-            for record in records:
-                error = self._fail(step, record)
-                if error is not None:
-                    errors[record.request_id] = error
-        tokens: list[tuple[int, ...]] = []
-        logprobs: list[tuple[TokenLogprobs, ...] | None] = []
-        prompts = {}
-        for entry, record in zip(plan.entries, records, strict=True):
-            is_sampled = entry.is_sampled and entry.request_id not in errors
-            tokens.append((self._next_token(record),) if is_sampled else ())
-            wants = is_sampled and record.sampling.logprobs is not None
-            logprobs.append(tuple(map(_logprobs, tokens[-1])) if wants else None)
-            if record.sampling.prompt_logprobs is not None:
-                end = entry.num_computed_tokens + entry.num_new_tokens
-                targets = range(end - entry.num_logits + 1, min(end + 1, record.num_prompt_tokens))
-                prompts[entry.request_id] = [_logprobs(record.tokens[position]) for position in targets]
-        return StepResult(tokens, logprobs if any(logprobs) else None, prompts or None, errors or None)
 
     def _next_token(self, record: Record) -> int:
         tokens = record.tokens
@@ -181,12 +142,9 @@ class FakeRunner(ImmediateRunner):
             mixed = tokens[0] + 31 * tokens[-1] + 7 * len(tokens) + seed * (position + 1)
             first = ord("a") if self.vocab_size > ord("z") else 0
             return first + mixed % min(26, self.vocab_size)
-        if callable(reply):
-            script = self._replies.get(record.request_id)
-            if script is None:
-                script = self._replies[record.request_id] = reply(tokens[: record.num_prompt_tokens])
-        else:
-            script = reply
+        if record.state is None:
+            record.state = reply(tokens[: record.num_prompt_tokens]) if callable(reply) else reply
+        script: Sequence[int] = record.state
         if position < len(script):
             return script[position]
         return self.eos_token_id if self.eos_token_id is not None else script[position % len(script)]
@@ -197,9 +155,9 @@ class FakeRunner(ImmediateRunner):
 
     def release(self) -> None:
         """Check that a life has left nothing, and forget it."""
-        is_clean = self._has_raised or not self._records
-        self._forget()
-        assert is_clean, "a life of the engine has left requests open"
+        num_open = self.num_open
+        self._records.clear()
+        assert not num_open, f"a life of the engine has left {num_open} requests open"
 
     def reload_weights(self) -> None:
         """There are none."""
@@ -207,14 +165,7 @@ class FakeRunner(ImmediateRunner):
     def close(self) -> None:
         """Note that the engine has given it back. It can be used again."""
         self.is_closed = True
-        self._forget()
-
-    def _forget(self) -> None:
         self._records.clear()
-        self._replies.clear()
-        self._closed.clear()
-        self._thread = None
-        self._has_raised = False
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -222,11 +173,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    characters = {byte: chr(byte) for byte in kept}
-    others = (byte for byte in range(256) if byte not in characters)
-    characters.update({byte: chr(256 + index) for index, byte in enumerate(others)})
-    backend = Tokenizer(models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[]))
+    backend = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL])
@@ -285,7 +232,3 @@ def _as_tokens(reply: str | Callable[[str], str] | None, tokenizer: Any) -> Repl
         return list(tokenizer.encode(reply(tokenizer.decode(prompt)), add_special_tokens=False))
 
     return answer
-
-
-def _logprobs(token: int) -> TokenLogprobs:
-    return TokenLogprobs(token, -0.5, 1, ((token, -0.5),))

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
+from aiocb.engine.bridge import Signal
+
 __all__ = ["Gate"]
 
 
@@ -36,7 +38,7 @@ class Gate:
         self._permits = 0
         self._timeout = timeout
         self._is_held = False
-        self._watchers: list[tuple[Callable[[], bool], asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._changed = Signal()  # another one after each change
         self.num_arrived = 0
         self.num_finished = 0
 
@@ -65,17 +67,8 @@ class Gate:
             self._tell()
 
     def _tell(self) -> None:
-        waiting = []
-        for watcher in self._watchers:
-            predicate, loop, future = watcher
-            if not predicate():
-                waiting.append(watcher)
-                continue
-            try:
-                loop.call_soon_threadsafe(_resolve, future)
-            except RuntimeError:
-                pass  # that loop is closed
-        self._watchers = waiting
+        changed, self._changed = self._changed, Signal()
+        changed.set()
 
     # ── the test, any thread ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,19 +116,11 @@ class Gate:
         await self._wait(lambda: self.num_finished >= target, f"{count} steps to be computed")
 
     async def _wait(self, predicate: Callable[[], bool], what: str) -> None:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        with self._condition:
-            if predicate():
-                return
-            self._watchers.append((predicate, loop, future))
         try:
             async with asyncio.timeout(self._timeout):
-                await future
+                changed = self._changed  # before the look: what changes after it ends the wait
+                while not predicate():
+                    await changed.wait()
+                    changed = self._changed
         except TimeoutError:
             raise TimeoutError(f"waited {self._timeout} s for {what}") from None
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -15,93 +15,44 @@ Torch-free.
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from aiocb.config import Choice
-from aiocb.outputs import TokenLogprobs
+from aiocb.records import Record
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import (
-    NULL_BLOCK,
-    BlockCopy,
-    CacheGroup,
-    CacheLayout,
-    OpenedRequest,
-    StepEntry,
-    StepPlan,
-    StepResult,
-)
+from aiocb.step import NULL_BLOCK, BlockCopy, CacheLayout, StepEntry, StepPlan, StepResult
+from aiocb.testing.records import CheckedRecords, KVMismatch, fake_result, simple_layout
 
 if TYPE_CHECKING:
     from aiocb.scheduler.request import Request
 
-__all__ = ["KVMismatch", "KVOracle", "simple_layout"]
+__all__ = ["KVOracle"]
 
 _MASK = (1 << 64) - 1
 
 
-class KVMismatch(AssertionError):
-    """A plan reads or writes a slot of the cache that it must not."""
-
-
-def simple_layout(
-    num_blocks: int | Sequence[int] = 64, *, page_size: int = 4, windows: Sequence[int | None] = (None,)
-) -> CacheLayout:
-    """A cache layout with one layer per group.
-
-    Args:
-        num_blocks: blocks per group, the null block included; one number for all groups, or one each.
-        page_size: tokens per block.
-        windows: one group for each: its sliding window, or None for full attention.
-    """
-    counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
-    groups = (
-        CacheGroup(window, (layer,), count, page_size)
-        for layer, (window, count) in enumerate(zip(windows, counts, strict=True))
-    )
-    return CacheLayout(page_size, tuple(groups))
-
-
-class _Mirror:
-    """What the oracle knows of one open request.
+class _Seen:
+    """What the oracle keeps of an open request beside its record.
 
     Attributes:
-        tokens: as the scheduler has told, and as the results that were collected say.
         ahead: sampled by plans whose results have not been collected.
-        tables: per group, the physical block of each logical block.
         history: hash of the history up to each position, as far as it was needed, in this realm.
         salt: requests share prefixes with those of the same one.
         realm: of its salt and the weights: what is written in another one is not its own.
         is_failed: a plan in flight has failed it; what was submitted after that plan means nothing.
     """
 
-    __slots__ = (
-        "ahead",
-        "history",
-        "is_failed",
-        "num_prompt_tokens",
-        "realm",
-        "salt",
-        "sampling",
-        "seed",
-        "tables",
-        "tokens",
-    )
+    __slots__ = ("ahead", "history", "is_failed", "realm", "salt")
 
-    def __init__(self, opened: OpenedRequest, num_groups: int, salt: object, realm: int) -> None:
-        self.tokens = list(opened.token_ids)
-        self.num_prompt_tokens = opened.num_prompt_tokens
-        self.sampling = opened.sampling
-        self.seed = opened.seed
+    def __init__(self, salt: object, realm: int) -> None:
         self.ahead: list[int] = []
-        self.is_failed = False
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.history: list[int] = []
         self.salt = salt
         self.realm = realm
+        self.is_failed = False
 
     def extend(self, tokens: Sequence[int], end: int) -> list[int]:
         """The history up to position `end` of these tokens, which begin like all that came before."""
@@ -156,11 +107,8 @@ class KVOracle:
         self._pages: list[list[list[int]]] = [
             [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
         ]
-        self._mirrors: dict[int, _Mirror] = {}
-        self._ended: dict[int, list[int]] = {}  # tokens of closed requests, which may be opened again
-        self._flights: deque[tuple[StepPlan, StepResult]] = deque()
-        self._last_id = 0  # of the lives before this one
-        self._thread: int | None = None
+        self._records = CheckedRecords(len(self.cache_layout.groups))  # each `state` is a `_Seen`
+        self._flights: deque[tuple[StepPlan, list[Record], StepResult]] = deque()
         self.num_steps = 0
         self.num_tokens = 0
         self.max_requests = 0
@@ -170,7 +118,7 @@ class KVOracle:
     @property
     def num_open(self) -> int:
         """Requests that were opened and not closed."""
-        return len(self._mirrors)
+        return len(self._records)
 
     def check_records(self, requests: Iterable[Request]) -> None:
         """Compare what it knows with the scheduler's truth.
@@ -182,21 +130,18 @@ class KVOracle:
             KVMismatch: a token or a block differs.
         """
         for request in requests:
-            mirror = self._mirrors[request.id]
-            if mirror.tokens != request.tokens:
-                raise KVMismatch(f"the runner has other tokens of {request!r}: {mirror.tokens}, {request.tokens}")
-            for mine, table in zip(mirror.tables, request.tables, strict=True):
+            record = self._records[request.id]
+            if record.tokens != request.tokens:
+                raise KVMismatch(f"the runner has other tokens of {request!r}: {record.tokens}, {request.tokens}")
+            for mine, table in zip(record.tables, request.tables, strict=True):
                 told = table[: request.num_sent_blocks]
                 if len(mine) != len(told) or any(block not in (NULL_BLOCK, known) for known, block in zip(mine, told)):
                     raise KVMismatch(f"the runner has other blocks of {request!r}: {mine}, {told}")
 
     def release(self) -> None:
         """Forget every request; ids that were used are not to come again."""
-        self._last_id = max([self._last_id, *self._mirrors, *self._ended])
-        self._mirrors.clear()
-        self._ended.clear()
+        self._records.clear()
         self._flights.clear()
-        self._thread = None
 
     def reload_weights(self) -> None:
         """Take the weights for new ones: what was written before is of no use to anyone.
@@ -208,9 +153,8 @@ class KVOracle:
         if self._flights:
             raise KVMismatch("weights are reloaded while a plan is in flight")
         self._version += 1
-        for mirror in self._mirrors.values():
-            mirror.realm = self._realm(mirror.salt)
-            mirror.history.clear()
+        for record in self._records:
+            record.state = _Seen(record.state.salt, self._realm(record.state.salt))
 
     def _realm(self, salt: object) -> int:
         # Even, so that a slot's hash stays odd, and never 0, which is what an unwritten one holds.
@@ -231,16 +175,19 @@ class KVOracle:
         Raises:
             KVMismatch: the plan is inconsistent, or reads or writes a slot that it must not.
         """
-        thread = threading.get_ident()
-        if self._thread not in (None, thread):
-            raise KVMismatch("two threads use one runner")
-        self._thread = thread
         if len(self._flights) >= self.depth:
             raise KVMismatch(f"more than {self.depth} plans are in flight")
-        self._apply(plan)
-        self._check_plan(plan)
-        result = self._run(plan) if plan.entries else StepResult(())
-        self._flights.append((plan, result))
+        if {entry.request_id for flown, _, _ in self._flights for entry in flown.entries}.intersection(plan.closed):
+            raise KVMismatch("a request is closed that a plan in flight names")
+        if {opened.request_id for opened in plan.opened} - {entry.request_id for entry in plan.entries}:
+            raise KVMismatch("a request is opened without an entry")
+        records = self._records.begin(plan)
+        for opened in plan.opened:
+            salt = self._salt_of(opened.request_id)
+            self._records[opened.request_id].state = _Seen(salt, self._realm(salt))
+        self._check_plan(plan, records)
+        result = self._run(plan, records) if plan.entries else StepResult(())
+        self._flights.append((plan, records, result))
         return plan
 
     def collect(self, handle: StepPlan) -> StepResult:
@@ -250,79 +197,61 @@ class KVOracle:
             KVMismatch: another plan is the oldest.
         """
         self._interrupt("collect")
-        plan, result = self._flights.popleft()
+        plan, records, result = self._flights.popleft()
         if plan is not handle:
             raise KVMismatch("plans are collected out of order")
-        for entry, token_ids in zip(plan.entries, result.token_ids, strict=True):
-            mirror = self._mirrors.get(entry.request_id)
-            if mirror is None:
-                raise KVMismatch(f"request {entry.request_id} was closed while a plan in flight named it")
-            mirror.tokens += token_ids
-            del mirror.ahead[: len(token_ids)]
+        self._records.finish(records, result)
+        for record, token_ids in zip(records, result.token_ids, strict=True):
+            del record.state.ahead[: len(token_ids)]
         return result
 
-    def _apply(self, plan: StepPlan) -> None:
-        """Close, open and extend."""
-        in_flight = {entry.request_id for flown, _ in self._flights for entry in flown.entries}
-        for request_id in plan.closed:
-            if request_id not in self._mirrors or request_id in in_flight:
-                raise KVMismatch(f"request {request_id} is closed, but it is not open, or in flight")
-            self._ended[request_id] = self._mirrors.pop(request_id).tokens
-        for opened in plan.opened:
-            before = self._ended.pop(opened.request_id, [])
-            if opened.request_id in self._mirrors or opened.request_id <= self._last_id:
-                raise KVMismatch(f"the id {opened.request_id} is used a second time")
-            # What came while its request was preempted was dropped, and is sampled again.
-            if any(told != known for told, known in zip(opened.token_ids, before)):
-                raise KVMismatch(f"request {opened.request_id} is opened again with other tokens than it had")
-            salt = self._salt_of(opened.request_id)
-            self._mirrors[opened.request_id] = _Mirror(opened, len(self.cache_layout.groups), salt, self._realm(salt))
-        if {opened.request_id for opened in plan.opened} - {entry.request_id for entry in plan.entries}:
-            raise KVMismatch("a request is opened without an entry")
-        for entry in plan.entries:
-            mirror = self._mirrors.get(entry.request_id)
-            if mirror is None:
-                raise KVMismatch(f"request {entry.request_id} has an entry, but it is not open")
-            mirror.tokens += entry.new_token_ids
-            if entry.new_blocks and len(entry.new_blocks) != len(mirror.tables):
-                raise KVMismatch(f"request {entry.request_id} gets blocks for {len(entry.new_blocks)} groups")
-            for table, blocks in zip(mirror.tables, entry.new_blocks):
-                if entry.block_start > len(table):
-                    raise KVMismatch(f"request {entry.request_id} gets blocks behind the end of its table")
-                table[entry.block_start :] = blocks
+    def _check_plan(self, plan: StepPlan, records: Sequence[Record]) -> None:
+        if not plan.entries and (plan.num_tokens or plan.copies_before or not plan.closed):
+            raise KVMismatch("a plan that does nothing was executed")
+        if plan.num_tokens != sum(entry.num_new_tokens for entry in plan.entries):
+            raise KVMismatch("num_tokens is not the sum of the entries")
+        if len({entry.request_id for entry in plan.entries}) != len(plan.entries):
+            raise KVMismatch("a request has two entries in one plan")
+        for entry, record in zip(plan.entries, records, strict=True):
+            who = f"request {entry.request_id}"
+            if entry.new_blocks and len(entry.new_blocks) != len(record.tables):
+                raise KVMismatch(f"{who} gets blocks for {len(entry.new_blocks)} groups")
+            if any(len(table) != record.num_blocks for table in record.tables):
+                raise KVMismatch(f"{who} gets blocks behind the end of its table")
+            if record.state.is_failed:
+                continue
+            num_tokens = len(record.tokens) + len(record.state.ahead)
+            end = _known_end(entry)
+            if entry.num_new_tokens < 1 or end > num_tokens or end > self.max_model_len:
+                raise KVMismatch(f"{who} computes up to {end} of {num_tokens} tokens")
+            if entry.is_sampled != (end == num_tokens):
+                raise KVMismatch(f"{who} is sampled in the middle of its tokens, or not at the end")
+            if not (entry.is_sampled + len(entry.draft_token_ids)) <= entry.num_logits <= entry.num_new_tokens:
+                raise KVMismatch(f"{who} has {entry.num_logits} logit rows")
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        errors = self._errors(plan) if self._errors is not None else None
+    def _run(self, plan: StepPlan, records: Sequence[Record]) -> StepResult:
+        errors = (self._errors(plan) if self._errors is not None else None) or {}
+        rows = list(zip(plan.entries, records, strict=True))
         self._copy(plan.copies_before)
-        rows = [self._new_tokens(entry) for entry in plan.entries]
         # All writes come before all reads, as in a model's layer.
         written: set[tuple[int, int, int]] = set()
-        histories = [self._write(entry, tokens, written) for entry, tokens in zip(plan.entries, rows, strict=True)]
-        for entry, history in zip(plan.entries, histories, strict=True):
-            self._read(entry, history)
+        for entry, record in rows:
+            self._write(entry, record, written)
+        for entry, record in rows:
+            self._read(entry, record)
         self._copy(plan.copies_after)
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self.max_requests = max(self.max_requests, len(plan.entries))
         self.max_tokens = max(self.max_tokens, plan.num_tokens)
         token_ids: list[tuple[int, ...]] = []
-        logprobs: list[tuple[TokenLogprobs, ...] | None] = []
-        prompt_logprobs: dict[int, Sequence[TokenLogprobs]] = {}
-        for entry, history in zip(plan.entries, histories, strict=True):
-            mirror = self._mirrors[entry.request_id]
-            mirror.is_failed |= errors is not None and entry.request_id in errors
-            sampled = self._sample(entry, mirror, history) if entry.is_sampled and not mirror.is_failed else ()
-            mirror.ahead += sampled
-            token_ids.append(sampled)
-            wants = bool(sampled) and mirror.sampling.logprobs is not None
-            logprobs.append(tuple(map(_fake_logprobs, sampled)) if wants else None)
-            if mirror.sampling.prompt_logprobs is not None:
-                end = entry.num_computed_tokens + entry.num_new_tokens
-                targets = range(end - entry.num_logits + 1, min(end + 1, mirror.num_prompt_tokens))
-                if targets:
-                    prompt_logprobs[entry.request_id] = [_fake_logprobs(mirror.tokens[at]) for at in targets]
-            del mirror.history[entry.num_computed_tokens + entry.num_new_tokens - len(entry.draft_token_ids) :]
-        return StepResult(token_ids, logprobs if any(logprobs) else None, prompt_logprobs or None, errors)
+        for entry, record in rows:
+            seen: _Seen = record.state
+            seen.is_failed |= entry.request_id in errors
+            token_ids.append(self._sample(entry, record) if entry.is_sampled and not seen.is_failed else ())
+            seen.ahead += token_ids[-1]
+            del seen.history[_known_end(entry) :]
+        return fake_result(plan, records, token_ids, errors)
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         for group, source, target in copies:
@@ -344,8 +273,7 @@ class KVOracle:
         history = 0
         for position, token in enumerate(prompt):
             history = _extend(history, position, token)
-        eos = sampling.eos_token_id or ()
-        ends = {*((eos,) if isinstance(eos, int) else eos), *(sampling.stop_token_ids or ())}
+        ends = _end_ids(sampling)
         output: list[int] = []
         while len(prompt) + len(output) < max_tokens:
             token = self._next_token(history, len(output), sampling, seed)
@@ -355,42 +283,15 @@ class KVOracle:
             history = _extend(history, len(prompt) + len(output) - 1, token)
         return output
 
-    def _check_plan(self, plan: StepPlan) -> None:
-        if not plan.entries and (plan.num_tokens or plan.opened or plan.copies_before or not plan.closed):
-            raise KVMismatch("a plan that does nothing was executed")
-        if plan.num_tokens != sum(entry.num_new_tokens for entry in plan.entries):
-            raise KVMismatch("num_tokens is not the sum of the entries")
-        ids = [entry.request_id for entry in plan.entries]
-        if len(set(ids)) != len(ids):
-            raise KVMismatch("a request has two entries in one plan")
-        for entry in plan.entries:
-            mirror = self._mirrors[entry.request_id]
-            if mirror.is_failed:
-                continue
-            num_tokens = len(mirror.tokens) + len(mirror.ahead)
-            end = entry.num_computed_tokens + entry.num_new_tokens - len(entry.draft_token_ids)
-            if entry.num_new_tokens < 1 or end > num_tokens or end > self.max_model_len:
-                raise KVMismatch(f"request {entry.request_id} computes up to {end} of {num_tokens} tokens")
-            if entry.is_sampled != (end == num_tokens):
-                raise KVMismatch(
-                    f"request {entry.request_id} is sampled in the middle of its tokens, or not at the end"
-                )
-            if not (entry.is_sampled + len(entry.draft_token_ids)) <= entry.num_logits <= entry.num_new_tokens:
-                raise KVMismatch(f"request {entry.request_id} has {entry.num_logits} logit rows")
-
-    def _new_tokens(self, entry: StepEntry) -> list[int]:
-        """The tokens of a request, those that are still on their way and drafts included."""
-        mirror = self._mirrors[entry.request_id]
-        tokens = [*mirror.tokens, *mirror.ahead, *entry.draft_token_ids]
-        return [*tokens, 0] if mirror.is_failed else tokens  # 0 stands for the token that was not sampled
-
-    def _write(self, entry: StepEntry, tokens: list[int], written: set[tuple[int, int, int]]) -> list[int]:
-        mirror = self._mirrors[entry.request_id]
+    def _write(self, entry: StepEntry, record: Record, written: set[tuple[int, int, int]]) -> None:
+        seen: _Seen = record.state
+        # 0 stands for the token that was not sampled.
+        tokens = [*record.tokens, *seen.ahead, *entry.draft_token_ids, *([0] if seen.is_failed else ())]
         start = entry.num_computed_tokens
         end = start + entry.num_new_tokens
-        history = mirror.extend(tokens, end)
+        history = seen.extend(tokens, end)
         page_size = self.cache_layout.page_size
-        for g, (table, pages) in enumerate(zip(mirror.tables, self._pages, strict=True)):
+        for g, (table, pages) in enumerate(zip(record.tables, self._pages, strict=True)):
             for position in range(start, end):
                 page, offset = divmod(position, page_size)
                 if page >= len(table) or table[page] == NULL_BLOCK:
@@ -400,14 +301,13 @@ class KVOracle:
                     raise KVMismatch(f"slot {slot} is written twice in one step")
                 written.add(slot)
                 pages[table[page]][offset] = history[position]
-        return history
 
-    def _read(self, entry: StepEntry, history: list[int]) -> None:
+    def _read(self, entry: StepEntry, record: Record) -> None:
+        history = record.state.history
         start = entry.num_computed_tokens
         end = start + entry.num_new_tokens
         page_size = self.cache_layout.page_size
-        tables = self._mirrors[entry.request_id].tables
-        for g, (group, table) in enumerate(zip(self.cache_layout.groups, tables, strict=True)):
+        for g, (group, table) in enumerate(zip(self.cache_layout.groups, record.tables, strict=True)):
             first = 0 if group.window is None else max(0, start - group.window + 1)
             for page in range(first // page_size, -(-end // page_size)):
                 low, high = max(first, page * page_size), min(end, (page + 1) * page_size)
@@ -419,27 +319,34 @@ class KVOracle:
                         f"group {g}, block {table[page]}, positions {low}..{high - 1}"
                     )
 
-    def _sample(self, entry: StepEntry, mirror: _Mirror, history: list[int]) -> tuple[int, ...]:
+    def _sample(self, entry: StepEntry, record: Record) -> tuple[int, ...]:
         """One token, and one more for each draft that is what would have been sampled."""
-        end = entry.num_computed_tokens + entry.num_new_tokens - len(entry.draft_token_ids)
         sampled: list[int] = []
-        for draft in (*entry.draft_token_ids, None):
-            position = end + len(sampled)
-            number = position - mirror.num_prompt_tokens
-            sampled.append(self._next_token(history[position - 1] ^ mirror.realm, number, mirror.sampling, mirror.seed))
+        for position, draft in enumerate((*entry.draft_token_ids, None), _known_end(entry)):
+            history = record.state.history[position - 1] ^ record.state.realm
+            number = position - record.num_prompt_tokens
+            sampled.append(self._next_token(history, number, record.sampling, record.seed))
             if sampled[-1] != draft:
                 break
         return tuple(sampled)
 
     def _next_token(self, history: int, num_output_tokens: int, sampling: SamplingParams, seed: int) -> int:
-        is_greedy = sampling.temperature in (None, 0.0)
-        token = _mix(history if is_greedy else history ^ _mix(seed & _MASK)) % self.vocab_size
+        token = _mix(history if sampling.is_greedy else history ^ _mix(seed & _MASK)) % self.vocab_size
         if num_output_tokens < (sampling.min_new_tokens or 0):
-            eos = sampling.eos_token_id or ()
-            banned = {*((eos,) if isinstance(eos, int) else eos), *(sampling.stop_token_ids or ())}
+            banned = _end_ids(sampling)
             while token in banned:
                 token = (token + 1) % self.vocab_size
         return token
+
+
+def _known_end(entry: StepEntry) -> int:
+    """Where the drafts of an entry begin."""
+    return entry.num_computed_tokens + entry.num_new_tokens - len(entry.draft_token_ids)
+
+
+def _end_ids(sampling: SamplingParams) -> frozenset[int]:
+    eos = sampling.eos_token_id or ()
+    return frozenset((eos,) if isinstance(eos, int) else eos).union(sampling.stop_token_ids or ())
 
 
 def _mix(value: int) -> int:
@@ -453,7 +360,3 @@ def _mix(value: int) -> int:
 def _extend(history: int, position: int, token: int) -> int:
     # Never 0, which is what an unwritten slot holds.
     return _mix(history ^ _mix((position << 32) ^ token)) | 1
-
-
-def _fake_logprobs(token: int) -> TokenLogprobs:
-    return TokenLogprobs(token, -0.5, 1, ((token, -0.5),))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
     from aiocb.engine.session import Session
 
-__all__ = ["assert_quiescent", "settle", "submitted"]
+__all__ = ["assert_quiescent", "settle", "submitted", "what_is_left"]
 
 _TIMEOUT_S = 20.0
 
@@ -43,14 +43,14 @@ async def assert_quiescent(engine: Engine) -> None:
     found: list[str] = []
     if worker.state in ("running", "draining") and not worker.is_stopping:
         await submitted(engine)
-        await _barrier(session, lambda core: found.extend(_inspect(core)))
+        await _barrier(session, lambda core: found.extend(what_is_left(core)))
     else:
         worker.join(_TIMEOUT_S)
         session.encoder.join(_TIMEOUT_S)
         if worker.is_alive or session.encoder.is_alive:
             found.append("a thread is alive")
         if worker.core is not None and worker.state == "closed":
-            found += _inspect(worker.core)
+            found += what_is_left(worker.core)
     await _end_of_dispatch(session)
     for loop, bridge in tuple(session._bridges.items()):
         if loop.is_closed():
@@ -89,11 +89,7 @@ async def submitted(engine: Engine) -> None:
     session = engine._session
     if session is not None and session.encoder.is_alive:
         await asyncio.sleep(0)
-        await session.encoder.submit(_nothing)
-
-
-def _nothing() -> None:
-    """A job after all others."""
+        await session.encoder.submit(int)  # a job after all others
 
 
 async def _barrier(session: Session, look: Callable[[EngineCore], object] | None = None) -> None:
@@ -118,8 +114,12 @@ async def _barrier(session: Session, look: Callable[[EngineCore], object] | None
         raise errors[0]
 
 
-def _inspect(core: EngineCore) -> list[str]:
-    """What is left in a core; in its thread, or after the thread has ended."""
+def what_is_left(core: EngineCore) -> list[str]:
+    """Name what is left of any request in a core; in its thread, or after the thread has ended.
+
+    Raises:
+        AssertionError: an invariant does not hold.
+    """
     core.check_invariants()
     scheduler = core.scheduler
     found = []
@@ -137,14 +137,10 @@ def _inspect(core: EngineCore) -> list[str]:
 async def _end_of_dispatch(session: Session) -> None:
     """The dispatcher of a loop ends by itself when the last output of that loop has ended: let it."""
     bridge = session._bridges.get(asyncio.get_running_loop())
-    task = None if bridge is None else bridge._dispatcher
-    if task is not None:
-        await asyncio.wait([task], timeout=_TIMEOUT_S if _has_ended(session) else 0.0)
-
-
-def _has_ended(session: Session) -> bool:
-    core = session.worker.core
-    return core is not None and core.delivery.num_streams == 0
+    if bridge is not None and bridge._dispatcher is not None:
+        core = session.worker.core
+        has_ended = core is not None and core.delivery.num_streams == 0
+        await asyncio.wait([bridge._dispatcher], timeout=_TIMEOUT_S if has_ended else 0.0)
 
 
 def worker_threads() -> list[threading.Thread]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from aiocb.errors import InvalidRequest, explain, show_value
+from aiocb.text.prompts import texts_of
 
 __all__ = ["ChatTemplate", "SpecialTexts"]
 
@@ -31,6 +32,7 @@ _NOT_FOR_TEMPLATES = frozenset(
     }
 )
 _PROBE = "Xq7"
+_PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _PRINTED_PART = re.compile(rf"""['"]text['"]:\s*['"]{_PROBE}""")
 _MAX_KNOWN_TEMPLATES = 8
 
@@ -57,7 +59,7 @@ class SpecialTexts:
 
     def are_in(self, value: Any) -> bool:
         """Whether any text of a copied structure spells a special token."""
-        return any(self._is_in(text) for text in _texts_of(value))
+        return any(self._is_in(text) for text in texts_of(value))
 
     def split(self, text: str) -> list[str]:
         """Cut a text within everything that spells a special token, so that no part does."""
@@ -160,7 +162,7 @@ class ChatTemplate:
         theirs = [prepared, tools, given.get("documents")]
         if parses_specials or not self._specials.are_in(theirs):
             return [self._render(prepared, tools, given)]
-        mark = next((mark for mark in _BREAKS if not any(mark in text for text in _texts_of(theirs))), None)
+        mark = next((mark for mark in _BREAKS if not any(mark in text for text in texts_of(theirs))), None)
         if mark is None:
             raise InvalidRequest("the messages spell special tokens and hold every noncharacter; remove one of them")
         prepared, tools, documents = self._specials.broken(theirs, mark)
@@ -219,10 +221,11 @@ class ChatTemplate:
         wants = self._wants.get(key)
         if wants is None:
             quiet = {**arguments, "add_generation_prompt": False, "continue_final_message": False}
+            some = None if tools is None else [_PROBE_TOOL]  # a tokenizer may have another template for tools
 
             def render(content: Any) -> str:
                 try:
-                    return self._render([{"role": "user", "content": content}], None, quiet)
+                    return self._render([{"role": "user", "content": content}], some, quiet)
                 except InvalidRequest:
                     return ""
 
@@ -246,21 +249,18 @@ def _content(content: Any, wants: _Wants, where: str) -> tuple[Any, list[str]]:
     prepared: list[Any] = []
     media: list[str] = []
     for part in parts:
-        text = part if isinstance(part, str) else None
-        if isinstance(part, Mapping):
-            kind = part.get("type", "text")
-            if not isinstance(kind, str) or (kind in _TEXT_TYPES and not isinstance(part.get("text"), str)):
-                raise InvalidRequest(
-                    f"the content of {where} holds a part without a 'type' and what belongs to it: {show_value(part)}"
-                )
-            if kind not in _TEXT_TYPES:
-                media.append(kind)
-                prepared.append(part)
-                continue
-            text = part["text"]
-        if text is None:
-            raise InvalidRequest(f"the content of {where} must hold parts with a 'type', not {show_value(part)}")
-        prepared.append({"type": "text", "text": text})
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        if not isinstance(kind, str) or (kind in _TEXT_TYPES and not isinstance(part.get("text"), str)):
+            raise InvalidRequest(
+                f"the content of {where} must hold parts with a 'type' and what belongs to it, not {show_value(part)}"
+            )
+        if kind in _TEXT_TYPES:
+            prepared.append({"type": "text", "text": part["text"]})
+        else:
+            media.append(kind)
+            prepared.append(part)
     if wants.parts:
         return prepared, media
     if media:
@@ -278,16 +278,3 @@ def _without(message: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if isinstance(content, list):
         kept["content"] = [part for part in content if part.get("type") != kind]
     return kept
-
-
-def _texts_of(value: Any) -> Iterator[str]:
-    """All texts in a copied structure, keys of mappings included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts_of(key)
-            yield from _texts_of(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _texts_of(each)

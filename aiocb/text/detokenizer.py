@@ -9,6 +9,7 @@ again and again instead.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from aiocb.text.pieces import (
+    CleaningDetokenizer,
     Detokenizer,
     MarkingDetokenizer,
     Piece,
@@ -29,7 +31,7 @@ from aiocb.text.pieces import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Detokenizer", "TokenText"]
+__all__ = ["Detokenizer", "TokenText", "byte_alphabet"]
 
 logger = logging.getLogger("aiocb")
 
@@ -55,13 +57,11 @@ _PROBE_TEXTS = (
 )
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The printable characters that stand for bytes in byte-level vocabularies (GPT-2's table)."""
-    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in kept}
-    others = (byte for byte in range(256) if chr(byte) not in alphabet)
-    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
-    return alphabet
+def byte_alphabet() -> dict[str, int]:
+    """The printable characters that stand for bytes in byte-level vocabularies."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 
 
 class TokenText:
@@ -79,7 +79,7 @@ class TokenText:
         self._is_byte_level = False
         self._has_byte_fallback = False
         self._is_cleaned = False
-        self._known: dict[int, bool] = {}
+        self._is_known = functools.cache(self._try)
         self._anchor: tuple[list[int], str] = ([], "")
         self._tables: dict[bool, tuple[Pieces, Pieces]] = {}
         self._is_prepared = tokenizer is None
@@ -100,9 +100,8 @@ class TokenText:
         self._read_decoder()
         self._anchor = self._find_anchor()
         probes = self._probes()
-        self._is_cleaned = _is_cleaned(self._tokenizer, self._backend) and all(
-            _clean_up(self._decode_raw(ids, False)) == self._decode(ids, False) for ids in probes
-        )
+        raw, shown = ([decode(ids, False) for ids in probes] for decode in (self._decode_raw, self._decode))
+        self._is_cleaned = raw != shown and list(map(_clean_up, raw)) == shown
         tables = {skip: self._make_tables(skip) for skip in (True, False)}
         is_proven = all(self._is_equal(tables[skip], ids, skip) for skip in tables for ids in probes)
         return tables if is_proven else {}
@@ -132,7 +131,7 @@ class TokenText:
         if self._tables:
             return self._with_pieces(self._tables[skip_special_tokens])
         decode = self._decode_raw if self._is_cleaned else self._decode
-        return WindowDetokenizer(lambda ids: decode(ids, skip_special_tokens), self._stages())
+        return self._cleaning(WindowDetokenizer(lambda ids: decode(ids, skip_special_tokens)))
 
     def marking(self, marks: Mapping[int, str]) -> Detokenizer:
         """Return a detokenizer that leaves special tokens out, but yields a mark in the place of some.
@@ -156,24 +155,25 @@ class TokenText:
             return piece.encode("utf-8", "surrogatepass")
         return bytes((piece,)) if isinstance(piece, int) else piece or b""
 
-    def _with_pieces(self, tables: tuple[Pieces, Pieces]) -> PieceDetokenizer:
-        return PieceDetokenizer(*tables, self._strip, self._stages())
+    def _with_pieces(self, tables: tuple[Pieces, Pieces]) -> Detokenizer:
+        return self._cleaning(PieceDetokenizer(*tables, self._strip))
 
-    def _stages(self) -> list[Replacer]:
-        return [Replacer(old, new) for old, new in _CLEAN_UP] if self._is_cleaned else []
+    def _cleaning(self, detokenizer: Detokenizer) -> Detokenizer:
+        if not self._is_cleaned:
+            return detokenizer
+        return CleaningDetokenizer(detokenizer, (Replacer(old, new) for old, new in _CLEAN_UP))
 
-    def _decode(self, ids: list[int], skip: bool) -> str:
+    def _decode(self, ids: list[int], skip: bool, **options: bool) -> str:
         """The text that counts."""
         if self._backend is None:
             ids = [token_id for token_id in ids if self._is_known(token_id)]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, **options))
 
     def _decode_raw(self, ids: list[int], skip: bool) -> str:
         """The same without transformers' clean-up."""
-        if self._backend is not None:
-            return str(self._backend.decode(ids, skip_special_tokens=skip))
-        ids = [token_id for token_id in ids if self._is_known(token_id)]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
+        if self._backend is None:
+            return self._decode(ids, skip, clean_up_tokenization_spaces=False)
+        return str(self._backend.decode(ids, skip_special_tokens=skip))
 
     def _token(self, token_id: int) -> str | None:
         if self._backend is not None:
@@ -182,17 +182,13 @@ class TokenText:
         token = self._tokenizer.convert_ids_to_tokens(token_id) if self._is_known(token_id) else None
         return token if isinstance(token, str) else None
 
-    def _is_known(self, token_id: int) -> bool:
+    def _try(self, token_id: int) -> bool:
         """False for ids between a Python tokenizer's vocabulary and the model's: it raises what it likes for them."""
-        known = self._known.get(token_id)
-        if known is None:
-            try:
-                self._tokenizer.decode([token_id])
-                known = True
-            except Exception:
-                known = False
-            self._known[token_id] = known
-        return known
+        try:
+            self._tokenizer.decode([token_id])
+        except Exception:
+            return False
+        return True
 
     def _read_decoder(self) -> None:
         decoder = getattr(self._backend, "decoder", None)
@@ -216,7 +212,7 @@ class TokenText:
         return [], ""
 
     def _make_tables(self, skip: bool) -> tuple[Pieces, Pieces]:
-        alphabet = _byte_alphabet() if self._is_byte_level else {}
+        alphabet = byte_alphabet() if self._is_byte_level else {}
         anchor, anchor_text = self._anchor
 
         def middle(token_id: int) -> Piece:
@@ -279,13 +275,6 @@ def _special_tokens(tokenizer: Any, backend: Any) -> Iterable[str]:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         return [*map(str, getattr(tokenizer, "all_special_tokens", ())), *(str(t) for t in added if t.special)]
     return [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-
-
-def _is_cleaned(tokenizer: Any, backend: Any) -> bool:
-    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return False
-    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
-    return backend is None or type(backend.model).__name__ != "BPE" or bool(forced)
 
 
 def _clean_up(text: str) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import codecs
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, Self
 
 __all__ = [
     "MAX_BYTE_RUN",
+    "CleaningDetokenizer",
     "Detokenizer",
     "MarkingDetokenizer",
     "Piece",
@@ -27,7 +28,6 @@ a run has to be held until it ends; a script that a vocabulary lacks altogether 
 
 _MAX_WINDOW = 16
 _REPLACEMENT = "\ufffd"
-_utf8 = codecs.getincrementaldecoder("utf-8")
 
 Piece = str | bytes | int | None
 """Text; bytes that are no text on their own; a byte of a run (byte fallback); or None for a token that is left out."""
@@ -98,33 +98,16 @@ class Detokenizer:
 class PieceDetokenizer(Detokenizer):
     """Joins pieces: O(1) per token and, when nothing is pending, one dictionary look-up."""
 
-    __slots__ = (
-        "_decoder",
-        "_first",
-        "_held",
-        "_is_broken",
-        "_is_direct",
-        "_is_first",
-        "_is_released",
-        "_num_held",
-        "_pieces",
-        "_stages",
-        "_strip",
-    )
+    __slots__ = ("_bytes", "_first", "_is_direct", "_is_first", "_pieces", "_run", "_strip")
 
-    def __init__(self, pieces: Pieces, first: Pieces, strip: tuple[str, int], stages: list[Replacer]) -> None:
+    def __init__(self, pieces: Pieces, first: Pieces, strip: tuple[str, int]) -> None:
         self._pieces = pieces
         self._first = first
         self._strip = strip
-        self._stages = stages
-        self._decoder: codecs.IncrementalDecoder | None = None  # has seen part of a code point or of a byte run
         self._is_first = True
         self._is_direct = False
-        # Of a run of byte tokens: text that is complete, bytes not yet released, and what has become of the run.
-        self._held = ""
-        self._num_held = 0
-        self._is_broken = False
-        self._is_released = False
+        self._bytes = b""  # not shown yet: part of a code point, or of a run of byte tokens
+        self._run: Literal["held", "released", "broken"] | None = None  # what has become of a run of byte tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
         """See `Detokenizer.push`."""
@@ -141,97 +124,66 @@ class PieceDetokenizer(Detokenizer):
                 self._is_first = False
                 piece = self._first[token_id]
             if isinstance(piece, str):
-                if self._decoder is not None:
-                    parts.append(self._end_bytes())
-                parts.append(piece)
+                parts += self._end_bytes(), piece
             elif isinstance(piece, bytes):
                 parts.append(self._push_bytes(piece))
             elif piece is not None:
                 parts.append(self._push_byte(piece))
-        text = self._finish("".join(parts))
-        self._is_direct = not (self._is_first or self._decoder is not None or self._strip[1] or self._stages)
+        text = self._stripped("".join(parts))
+        self._is_direct = not (self._is_first or self._bytes or self._run or self._strip[1])
         return text
 
     def flush(self) -> str:
         """See `Detokenizer.flush`."""
-        text = self._finish(self._end_bytes() if self._decoder is not None else "")
-        for index, stage in enumerate(self._stages):
-            held = stage.flush()
-            for later in self._stages[index + 1 :]:
-                held = later.push(held)
-            text += held
-        return text
-
-    def fork(self) -> Self:
-        """See `Detokenizer.fork`."""
-        other = copy.copy(self)
-        other._decoder = copy.copy(self._decoder)
-        other._stages = [copy.copy(stage) for stage in self._stages]
-        return other
+        return self._stripped(self._end_bytes())
 
     def _push_bytes(self, piece: bytes) -> str:
         # Byte-level vocabularies: bytes join across tokens; a broken sequence costs one U+FFFD and no more.
-        if self._decoder is None:
-            self._decoder = _utf8("replace")
-        text = self._decoder.decode(piece)
-        if not self._decoder.getstate()[0]:
-            self._decoder = None
+        data = self._bytes + piece
+        text, length = codecs.utf_8_decode(data, "replace")
+        self._bytes = data[length:]
         return text
 
     def _push_byte(self, byte: int) -> str:
         # Byte fallback: a run of byte tokens is text if the whole run is valid, else each of its bytes is a U+FFFD.
-        if self._is_broken:
+        if self._run == "broken":
             return _REPLACEMENT
-        if self._decoder is None:
-            self._decoder = _utf8("strict")
-        self._num_held += 1
+        data = self._bytes + bytes((byte,))
         try:
-            self._held += self._decoder.decode(bytes((byte,)))
+            text, length = codecs.utf_8_decode(data)
         except UnicodeDecodeError:
-            self._is_broken = True
-            return _REPLACEMENT * self._num_held
-        if self._num_held < MAX_BYTE_RUN and not self._is_released:
+            self._bytes, self._run = b"", "broken"
+            return _REPLACEMENT * len(data)
+        if self._run != "released" and len(data) < MAX_BYTE_RUN:
+            self._bytes, self._run = data, "held"
             return ""
-        self._is_released = True
-        self._num_held = len(self._decoder.getstate()[0])
-        text, self._held = self._held, ""
+        self._bytes, self._run = data[length:], "released"
         return text
 
     def _end_bytes(self) -> str:
-        decoder = self._decoder
-        assert decoder is not None
-        if decoder.errors == "replace":
-            text = decoder.decode(b"", final=True)
-        elif self._is_broken:
-            text = ""
-        elif decoder.getstate()[0]:
-            text = _REPLACEMENT * self._num_held
-        else:
-            text = self._held
-        self._decoder, self._held, self._num_held = None, "", 0
-        self._is_broken = self._is_released = False
-        return text
+        data, run = self._bytes, self._run
+        self._bytes, self._run = b"", None
+        if run is None:
+            return data.decode(errors="replace")
+        text, length = codecs.utf_8_decode(data)
+        return text if length == len(data) else _REPLACEMENT * len(data)
 
-    def _finish(self, text: str) -> str:
+    def _stripped(self, text: str) -> str:
         content, count = self._strip
-        if count and text:
-            rest = text[:count].lstrip(content) + text[count:]
-            removed = len(text) - len(rest)
-            self._strip = (content, 0 if rest else count - removed)
-            text = rest
-        for stage in self._stages:
-            text = stage.push(text)
-        return text
+        if not (count and text):
+            return text
+        rest = text[:count].lstrip(content) + text[count:]
+        self._strip = (content, 0 if rest else count - len(text))
+        return rest
 
 
 class WindowDetokenizer(Detokenizer):
     """Decodes a window of the latest tokens: for tokenizers whose pieces are not independent."""
 
-    __slots__ = ("_decode", "_ids", "_parts", "_read", "_stages", "_start")
+    __slots__ = ("_decode", "_ids", "_parts", "_read", "_start")
 
-    def __init__(self, decode: Callable[[list[int]], str], stages: list[Replacer]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._stages = stages
         self._ids: list[int] = []
         self._parts: list[str] = []
         self._start = 0
@@ -247,19 +199,13 @@ class WindowDetokenizer(Detokenizer):
         if not is_full and (len(text) <= len(before) or text.endswith(_REPLACEMENT)):
             return ""
         self._start, self._read = self._read, len(ids)
-        text = text[len(before) :]
-        for stage in self._stages:
-            text = stage.push(text)
-        self._parts.append(text)
-        return text
+        self._parts.append(text[len(before) :])
+        return self._parts[-1]
 
     def flush(self) -> str:
         """See `Detokenizer.flush`."""
         # Once per request the whole is decoded, so that what the window got wrong at the end comes right.
         text = self._decode(self._ids)
-        for stage in self._stages:
-            stage.flush()
-            text = stage.push(text) + stage.flush()
         emitted = "".join(self._parts)
         return text[len(emitted) :] if text.startswith(emitted) else ""
 
@@ -267,8 +213,34 @@ class WindowDetokenizer(Detokenizer):
         """See `Detokenizer.fork`."""
         other = copy.copy(self)
         other._ids, other._parts = self._ids.copy(), self._parts.copy()
-        other._stages = [copy.copy(stage) for stage in self._stages]
         return other
+
+
+class CleaningDetokenizer(Detokenizer):
+    """Another detokenizer's text, with replacements: one pass over the whole text each, in their order."""
+
+    __slots__ = ("_inner", "_stages")
+
+    def __init__(self, inner: Detokenizer, stages: Iterable[Replacer]) -> None:
+        self._inner, self._stages = inner, list(stages)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """See `Detokenizer.push`."""
+        text = self._inner.push(token_ids)
+        for stage in self._stages:
+            text = stage.push(text)
+        return text
+
+    def flush(self) -> str:
+        """See `Detokenizer.flush`."""
+        text = self._inner.flush()
+        for stage in self._stages:
+            text = stage.push(text) + stage.flush()
+        return text
+
+    def fork(self) -> Self:
+        """See `Detokenizer.fork`."""
+        return type(self)(self._inner.fork(), map(copy.copy, self._stages))
 
 
 class MarkingDetokenizer(Detokenizer):

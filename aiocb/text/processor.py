@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from aiocb.checks import check_ids
@@ -18,7 +19,6 @@ from aiocb.sampling_params import SamplingParams
 from aiocb.text.chat import ChatTemplate, SpecialTexts
 from aiocb.text.detokenizer import TokenText
 from aiocb.text.output import MARKS, Marking, TextOutput
-from aiocb.text.pieces import Detokenizer
 from aiocb.text.prompts import Messages, Refused, take_prompt
 from aiocb.text.stop_strings import StopMatcher, StopStrings
 
@@ -37,19 +37,22 @@ class TextProcessor:
 
     Args:
         tokenizer: a transformers tokenizer, or None: then prompts are token ids and there is no text.
+
+    Attributes:
+        tokenizer: as it was given.
+        token_text: makes the detokenizers.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        self._tokenizer: Any = tokenizer
-        self._token_text = TokenText(tokenizer)
+        self.tokenizer = tokenizer
+        self.token_text = TokenText(tokenizer)
+        self._tokenizer: Any = tokenizer  # the same, without types
         self._lock = threading.Lock()  # for tokenizers in Python: their state is not known
         self._backend: Any = None
-        self._specials: SpecialTexts | None = None
-        self._chat: ChatTemplate | None = None
 
     def prepare(self) -> None:
         """Choose and prove the fast paths; meant for the thread that loads the model. Idempotent."""
-        self._token_text.prepare()
+        self.token_text.prepare()
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None or self._backend is not None:
             return
@@ -61,20 +64,9 @@ class TextProcessor:
             self._backend = backend
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer as it was given."""
-        tokenizer: PreTrainedTokenizerBase | None = self._tokenizer
-        return tokenizer
-
-    @property
     def has_tokenizer(self) -> bool:
         """False when prompts can only be token ids."""
         return self._tokenizer is not None
-
-    @property
-    def token_text(self) -> TokenText:
-        """The table behind the detokenizers."""
-        return self._token_text
 
     # ── prompts ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -108,10 +100,9 @@ class TextProcessor:
         Raises:
             InvalidRequest: as `encode`.
         """
-        specials = self._special_texts()
-        if not specials.are_in(text):
+        if not self._specials.are_in(text):
             return self.encode(text)
-        first, *rest = specials.split(text)
+        first, *rest = self._specials.split(text)
         ids = self.encode(first)
         bare = self.encode(first, add_special_tokens=False)
         # What the tokenizer adds behind a text has to stand behind the whole.
@@ -138,22 +129,13 @@ class TextProcessor:
         Raises:
             InvalidRequest: as `ChatTemplate.render` and `encode`.
         """
-        first, *rest = self._render(messages, tools, chat_template_kwargs, parses_specials=parse_special_tokens)
+        taken = take_prompt(messages)
+        if not isinstance(taken, Messages):
+            raise InvalidRequest(taken.reason if isinstance(taken, Refused) else "these are no chat messages")
+        first, *rest = self._chat.render(
+            taken.messages, tools, chat_template_kwargs, parses_specials=parse_special_tokens
+        )
         return [*self.encode(first, add_special_tokens=False), *self._encode_after(rest)]
-
-    def render_chat(
-        self,
-        messages: Any,
-        *,
-        tools: Sequence[Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The text that `encode_chat` encodes.
-
-        Raises:
-            InvalidRequest: as `ChatTemplate.render`.
-        """
-        return "".join(self._render(messages, tools, chat_template_kwargs, parses_specials=True))
 
     def normalize_prompt(
         self,
@@ -197,10 +179,6 @@ class TextProcessor:
 
     # ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def make_detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh detokenizer; one per request and sample."""
-        return self._token_text.detokenizer(skip_special_tokens=skip_special_tokens)
-
     def make_outputs(
         self, sampling: SamplingParams, prompt_token_ids: Sequence[int], count: int
     ) -> tuple[TextOutput, ...]:
@@ -217,7 +195,7 @@ class TextProcessor:
             return None if stops is None else StopMatcher(stops, sampling.include_stop_str_in_output)
 
         output = TextOutput(
-            self.make_detokenizer(skip_special_tokens=skip),
+            self.token_text.detokenizer(skip_special_tokens=skip),
             make_matcher(),
             min_new_tokens=sampling.min_new_tokens or 0,
             echo=prompt_token_ids if sampling.echo else (),
@@ -236,12 +214,11 @@ class TextProcessor:
             def mark(special: str) -> str:
                 return marks.setdefault(special, chr(MARKS[len(marks)]))
 
-            specials = self._special_texts()
-            names = {specials.replace(stop, mark): stop for stop in stops}
+            names = {self._specials.replace(stop, mark): stop for stop in stops}
         if not marks:
             return StopStrings(stops), None
         by_id = {self._tokenizer.convert_tokens_to_ids(text): character for text, character in marks.items()}
-        return StopStrings(names), Marking(self._token_text.marking(by_id), names)
+        return StopStrings(names), Marking(self.token_text.marking(by_id), names)
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Every way in which the tokenizer writes each word: at the start of a text, after a space, within a text.
@@ -259,7 +236,7 @@ class TextProcessor:
             before = len(found)
             for context in ("", " ", "\n", "(", "a "):
                 ids = self.encode(context + bare, add_special_tokens=False)
-                pieces = [self._token_text.piece(token_id) for token_id in ids]
+                pieces = [self.token_text.piece(token_id) for token_id in ids]
                 for start in range(len(ids)):
                     if b"".join(pieces[start:]) in wanted:
                         found[tuple(ids[start:])] = None
@@ -272,28 +249,20 @@ class TextProcessor:
 
     # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _render(self, messages: Any, tools: Any, arguments: Any, *, parses_specials: bool) -> list[str]:
-        tokenizer = self._need_tokenizer("a prompt of chat messages")
-        taken = take_prompt(messages)
-        if not isinstance(taken, Messages):
-            raise InvalidRequest(taken.reason if isinstance(taken, Refused) else "these are no chat messages")
-        if self._chat is None:
-            self._chat = ChatTemplate(tokenizer, self._special_texts())
-        return self._chat.render(taken.messages, tools, arguments, parses_specials=parses_specials)
+    @cached_property
+    def _specials(self) -> SpecialTexts:
+        self._need_tokenizer("a prompt of text")
+        backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
+        normalizer: Any = getattr(backend, "normalizer", None)
+        normalized: list[str] = []
+        if normalizer is not None:
+            added = backend.get_added_tokens_decoder().values()
+            normalized = [normalizer.normalize_str(t.content) for t in added if t.special and t.normalized]
+        return SpecialTexts(self.token_text.special_tokens, getattr(normalizer, "normalize_str", None), normalized)
 
-    def _special_texts(self) -> SpecialTexts:
-        if self._specials is None:
-            self._need_tokenizer("a prompt of text")
-            backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
-            normalizer: Any = getattr(backend, "normalizer", None)
-            normalized: list[str] = []
-            if normalizer is not None:
-                added = backend.get_added_tokens_decoder().values()
-                normalized = [normalizer.normalize_str(t.content) for t in added if t.special and t.normalized]
-            self._specials = SpecialTexts(
-                self._token_text.special_tokens, getattr(normalizer, "normalize_str", None), normalized
-            )
-        return self._specials
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate(self._need_tokenizer("a prompt of chat messages"), self._specials)
 
     def _encode_after(self, parts: Iterable[str]) -> list[int]:
         """Encode parts of one text that follow others."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import array
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aiocb.errors import InvalidRequest, explain, show_value
 
-__all__ = ["Messages", "Refused", "TakenPrompt", "take_prompt", "take_values", "text_length"]
+__all__ = ["Messages", "Refused", "TakenPrompt", "take_prompt", "take_values", "text_length", "texts_of"]
 
 _MAX_DEPTH = 64
 _MAX_VALUES = 200_000
@@ -61,15 +61,22 @@ def take_values(name: str, value: Any) -> Any:
     return None if value is None else _copy(name, value, _MAX_DEPTH, [_MAX_VALUES])
 
 
-def text_length(value: Any) -> int:
-    """Characters of all texts in a copied structure."""
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts in a copied structure, keys of mappings included."""
     if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Messages):
-        value = value.messages
+        yield value
+    elif isinstance(value, Messages):
+        yield from texts_of(value.messages)
     elif isinstance(value, Mapping):
-        value = tuple(value.values())
-    return sum(map(text_length, value)) if isinstance(value, (list, tuple)) else 0
+        yield from texts_of(tuple(value.items()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from texts_of(each)
+
+
+def text_length(value: Any) -> int:
+    """Characters of all texts in a copied structure, keys of mappings included."""
+    return sum(map(len, texts_of(value)))
 
 
 def _take(prompt: Any) -> TakenPrompt:
@@ -117,22 +124,15 @@ def _copy(name: str, value: Any, depth: int, budget: list[int]) -> Any:
         return value
     if depth == 0:
         raise InvalidRequest(f"{name} is nested more than {_MAX_DEPTH} levels deep, or contains itself; flatten it")
-    if isinstance(value, Mapping):
-        pairs = value.items()
-    elif isinstance(value, (list, tuple)):
-        budget[0] -= len(value)
-        if budget[0] < 0:
-            raise InvalidRequest(f"{name} holds more than {_MAX_VALUES} values; give fewer")
-        return [_copy(name, each, depth - 1, budget) for each in value]
-    else:
-        fields = _fields_of(value)
-        if fields is None:
-            return value
-        pairs = fields.items()
-    budget[0] -= len(pairs)
+    fields = value if isinstance(value, (Mapping, list, tuple)) else _fields_of(value)
+    if fields is None:
+        return value
+    budget[0] -= len(fields)
     if budget[0] < 0:
         raise InvalidRequest(f"{name} holds more than {_MAX_VALUES} values; give fewer")
-    return {key: _copy(name, each, depth - 1, budget) for key, each in pairs}
+    if isinstance(fields, Mapping):
+        return {key: _copy(name, each, depth - 1, budget) for key, each in fields.items()}
+    return [_copy(name, each, depth - 1, budget) for each in fields]
 
 
 def _fields_of(value: Any) -> dict[str, Any] | None:

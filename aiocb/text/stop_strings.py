@@ -66,26 +66,18 @@ class StopMatcher:
         include: keep the matched string in the text.
     """
 
-    __slots__ = ("_held", "_include", "_matched", "_stops")
+    __slots__ = ("_held", "_include", "_stops")
 
     def __init__(self, stops: StopStrings | Sequence[str], include: bool = False) -> None:
         self._stops = stops if isinstance(stops, StopStrings) else StopStrings(stops)
         self._include = include
         self._held = ""
-        self._matched: str | None = None
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that was found."""
-        return self._matched
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Take further text; return what may be shown now, and the stop string once one is complete.
 
-        Text after a match is dropped.
+        What follows a match in the text is dropped; nothing is to be pushed after it.
         """
-        if self._matched is not None:
-            return "", self._matched
         return self._walk(text, counts=True)
 
     def skip(self, text: str) -> str:
@@ -106,7 +98,6 @@ class StopMatcher:
                 continue
             held, found = move(held + character)
             if found is not None and counts:
-                self._matched, self._held = found, ""
                 return whole[: index + 1 if self._include else index + 1 - len(found)], found
         self._held = held
         return whole[: len(whole) - len(held)], None

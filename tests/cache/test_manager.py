@@ -9,7 +9,7 @@ import pytest
 
 from aiocb.cache import CachedSequence, CacheManager
 from aiocb.step import NULL_BLOCK
-from aiocb.testing.oracle import simple_layout
+from aiocb.testing.records import simple_layout
 
 
 def make(

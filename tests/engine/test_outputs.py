@@ -374,14 +374,14 @@ async def test_a_failing_detokenizer_ends_its_request_only(tokenizer: Any, monke
         monkeypatch.setattr(PieceDetokenizer, "push", failing_push)
         session = engine._session
         assert session is not None and session.text is not None
-        make = session.text.make_detokenizer
+        make = session.text.token_text.detokenizer
 
         def make_bad(**options: Any) -> Any:
             detokenizer = make(**options)
             bad.append(detokenizer)
             return detokenizer
 
-        monkeypatch.setattr(session.text, "make_detokenizer", make_bad)
+        monkeypatch.setattr(session.text.token_text, "detokenizer", make_bad)
         with pytest.raises(aiocb.RequestFailed, match="broken") as caught:
             await engine.generate("bad", max_new_tokens=30)
         assert isinstance(caught.value.__cause__, UnicodeError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from aiocb.cache.prefix import root_hash
 from aiocb.engine.core import EngineCore
 from aiocb.engine.delivery import Delivery
 from aiocb.scheduler.scheduler import Scheduler
-from aiocb.testing.simulator import LAYOUTS, Simulation, SimulationError, main
-from aiocb.testing.workload import Layout
+from aiocb.testing.simulator import LAYOUTS, Layout, Simulation, SimulationError
+from aiocb.testing.simulator.__main__ import main
 
 EVENTS = (
     "EngineClosed",
@@ -62,12 +63,32 @@ def test_every_event_occurs() -> None:
 
 
 def test_the_command_replays_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--seed", "3", "--steps", "200", "--layout", "tiny"])
-    first = capsys.readouterr().out
-    assert first.startswith("seed 3 (tiny): ")
-    main(["--seed", "3", "--steps", "200", "--layout", "tiny"])
-    digest = first.split("digest ")[1].split()[0]
-    assert f"digest {digest}" in capsys.readouterr().out
+    report = Simulation(3, layout=LAYOUTS[1], depth=2, faults=False).run(200)
+    main(["--seed", "3", "--steps", "200", "--layout", "tiny", "--depth", "2", "--no-faults"])
+    out = capsys.readouterr().out
+    assert out.startswith("seed 3 (tiny, depth 2): ") and f"digest {report.digest}\n" in out
+
+
+def test_what_a_seed_chooses_may_be_given() -> None:
+    own = Simulation(8).run(100)
+    given = Simulation(8, layout=own.layout, depth=own.depth).run(100)
+    assert (given.digest, given.events) == (own.digest, own.events)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": LAYOUTS[3], "depth": 2, "faults": False}], ids=["own", "given"])
+def test_a_failure_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    def check(self: Scheduler) -> None:
+        assert self.num_generated_tokens < 100, "a mistake"
+
+    monkeypatch.setattr(Scheduler, "check_invariants", check)
+    with pytest.raises(SimulationError, match="a mistake") as failure:
+        Simulation(3, **options).run(300)
+    (line,) = (line for line in str(failure.value).splitlines() if line.startswith("replay: "))
+    command = shlex.split(line)
+    assert command[1:4] == ["python", "-m", "aiocb.testing.simulator"]
+    with pytest.raises(SimulationError) as again:
+        main(command[4:])
+    assert str(again.value) == str(failure.value)
 
 
 class TestMistakesAreNoticed:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import aiocb
-from aiocb.testing import FakeRunner, Gate, assert_quiescent, byte_tokenizer, fake_engine, settle
+from aiocb.step import OpenedRequest, StepEntry, StepPlan
+from aiocb.testing import FakeRunner, Gate, assert_quiescent, byte_tokenizer, fake_engine, settle, submitted
 
 from .helpers import CHECKED, ENDLESS, read_some, running, solo, spin
 
@@ -142,8 +143,30 @@ async def test_scripted_replies() -> None:
     async with running(reply=lambda prompt: [len(prompt), prompt[0]], eos_token_id=9) as setup:
         completions = await setup.engine.generate_batch([[3, 3, 3], [4]])
         assert [each.token_ids for each in completions] == [(3, 3, 9), (1, 4, 9)]
-        await setup.engine.generate([1])
-        assert len(setup.runner._replies) <= 1, "kept for requests that have ended"
+
+
+async def test_requests_need_not_run_in_the_order_in_which_they_came() -> None:
+    config = aiocb.EngineConfig(scheduler_type="priority", max_requests_per_batch=1, debug_checks=True)
+    async with running(config=config, is_open=False) as setup:
+        tasks = []
+        for number, priority in enumerate((0, 2, 1)):
+            tasks.append(asyncio.create_task(setup.engine.generate([number], max_new_tokens=2, priority=priority)))
+            await submitted(setup.engine)
+        setup.gate.open()
+        assert [list((await task).token_ids) for task in tasks] == [solo([number], 2) for number in range(3)]
+
+
+def test_a_fake_is_stricter_than_a_model() -> None:
+    runner = FakeRunner()
+    sampling = aiocb.SamplingParams(temperature=0.0)
+    plan = StepPlan((StepEntry(1, 0, 2, 1, True),), 2, (OpenedRequest(1, (5, 6), 2, sampling, 0),))
+    runner.execute(plan)
+    with pytest.raises(AssertionError, match="left 1 requests open"):
+        runner.release()
+    with pytest.raises(AssertionError, match="a second time"):
+        runner.execute(plan)
+    with pytest.raises(AssertionError, match="not open"):
+        runner.execute(StepPlan((), 0, closed=(1,)))
 
 
 def test_the_byte_tokenizer_is_what_it_says() -> None:

@@ -11,7 +11,8 @@ from aiocb.config import SchedulerType
 from aiocb.sampling_params import SamplingParams
 from aiocb.scheduler import Finished, ParallelGroup, Request, Scheduler, Update
 from aiocb.step import CacheLayout, StepPlan
-from aiocb.testing.oracle import KVOracle, simple_layout
+from aiocb.testing.oracle import KVOracle
+from aiocb.testing.records import simple_layout
 
 VOCAB = 11
 

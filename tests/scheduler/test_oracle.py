@@ -10,7 +10,8 @@ import pytest
 
 from aiocb.sampling_params import SamplingParams
 from aiocb.step import BlockCopy, CacheLayout, OpenedRequest, StepEntry, StepPlan
-from aiocb.testing.oracle import KVMismatch, KVOracle, simple_layout
+from aiocb.testing.oracle import KVOracle
+from aiocb.testing.records import KVMismatch, simple_layout
 
 SAMPLING = SamplingParams(temperature=0.0, eos_token_id=())
 TOKENS = [5, 3, 8, 1, 9, 2, 7, 4, 6, 10]

@@ -7,7 +7,7 @@ from aiocb.sampling_params import SamplingParams
 from aiocb.scheduler import Request
 from aiocb.scheduler.draft import Draft
 from aiocb.scheduler.pending import PendingPrefixes
-from aiocb.testing.oracle import simple_layout
+from aiocb.testing.records import simple_layout
 
 
 def make(number: int, tokens: list[int], cache: CacheManager) -> Request:

@@ -12,11 +12,19 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
+from aiocb.text.processor import TextProcessor
+
 CORPUS = [
     "The quick brown fox doesn't jump over the lazy dog. It's late, isn't it? Yes! I'm sure they've been there.",
     "def main():\n    return {'answer': 42, \"list\": [1, 2, 3]}\n\nprint(main())",
     "naïve café über Straße Привет мир Ελλάδα 日本語 中文 한국어",
 ] * 4
+
+
+def rendered(processor: TextProcessor, messages: Any, **options: Any) -> str:
+    """The text of a chat, special tokens included."""
+    tokenizer: Any = processor.tokenizer
+    return str(tokenizer.decode(processor.encode_chat(messages, parse_special_tokens=True, **options)))
 
 
 def _cached(config: pytest.Config, name: str, load: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ from aiocb.testing import byte_tokenizer
 from aiocb.text.chat import SpecialTexts
 from aiocb.text.processor import TextProcessor
 
-from .conftest import byte_level, llama_like, metaspace
+from .conftest import byte_level, llama_like, metaspace, rendered
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -60,7 +60,7 @@ def smol(smollm2: Any) -> TextProcessor:
 )
 def test_parts_of_text_are_what_the_template_wants(smol: TextProcessor, content: Any) -> None:
     def render(template: str) -> str:
-        return smol.render_chat(user(content), chat_template_kwargs={"chat_template": template})
+        return rendered(smol, user(content), chat_template_kwargs={"chat_template": template})
 
     assert render(CHATML) == "<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n"
     assert render(PARTS) == "one two"
@@ -69,7 +69,7 @@ def test_parts_of_text_are_what_the_template_wants(smol: TextProcessor, content:
 
 
 def test_a_single_part_need_not_be_a_list(smol: TextProcessor) -> None:
-    assert smol.render_chat(user(text_part("one"))) == smol.render_chat(user("one"))
+    assert rendered(smol, user(text_part("one"))) == rendered(smol, user("one"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_parts_that_the_template_would_drop_are_refused_by_name(
 
 def test_parts_that_the_template_renders_are_its_own_business(smol: TextProcessor) -> None:
     content = [text_part("look: "), {"type": "image"}]
-    assert smol.render_chat(user(content), chat_template_kwargs={"chat_template": PARTS}) == "look: <image>"
+    assert rendered(smol, user(content), chat_template_kwargs={"chat_template": PARTS}) == "look: <image>"
 
 
 def test_fields_of_media_that_the_template_would_drop_are_refused(smol: TextProcessor) -> None:
@@ -104,7 +104,7 @@ def test_fields_of_media_that_the_template_would_drop_are_refused(smol: TextProc
     with pytest.raises(InvalidRequest, match="'images'"):
         smol.encode_chat([message])
     template = CHATML.replace("{{ message.content }}", "{{ message.content }}{{ message.images | length }}")
-    assert "look1" in smol.render_chat([message], chat_template_kwargs={"chat_template": template})
+    assert "look1" in rendered(smol, [message], chat_template_kwargs={"chat_template": template})
 
 
 @pytest.mark.parametrize("content", [5, 1.5, b"x", [], [5], [None], [{"type": 5}], [{"type": "text"}], {"a": 1}])
@@ -126,13 +126,23 @@ def test_a_message_may_consist_of_calls(smol: TextProcessor) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
     template = "{{ messages[0].tool_calls[0].function.name }}{{ messages[0].content }}"
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert smol.render_chat([message], chat_template_kwargs={"chat_template": template}) == "weather"
+    assert rendered(smol, [message], chat_template_kwargs={"chat_template": template}) == "weather"
 
 
 @pytest.mark.parametrize("name", ["tokenize", "return_tensors", "truncation", "tools", "return_dict"])
 def test_arguments_that_are_not_for_the_template_are_refused(smol: TextProcessor, name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):
         smol.encode_chat(user("x"), chat_template_kwargs={name: True})
+
+
+def test_with_tools_the_template_for_tools_is_asked_what_it_wants() -> None:
+    tokenizer: Any = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": f"{PARTS}{{{{ tools | length }}}}"}
+    processor = TextProcessor(tokenizer)
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    for content in ("one", [text_part("one")]):
+        assert rendered(processor, user(content)) == "one"
+        assert rendered(processor, user(content), tools=tools) == "one1"
 
 
 def test_what_templates_want_is_asked_once_and_bounded(smol: TextProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,11 +156,11 @@ def test_what_templates_want_is_asked_once_and_bounded(smol: TextProcessor, monk
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", counting)
     for number in range(40):
-        smol.render_chat(user("x"), chat_template_kwargs={"chat_template": f"{number}{CHATML}"})
+        rendered(smol, user("x"), chat_template_kwargs={"chat_template": f"{number}{CHATML}"})
         calls.clear()
-        smol.render_chat(user("y"), chat_template_kwargs={"chat_template": f"{number}{CHATML}"})
+        rendered(smol, user("y"), chat_template_kwargs={"chat_template": f"{number}{CHATML}"})
         assert len(calls) == 1
-    assert smol._chat is not None and len(smol._chat._wants) <= 8
+    assert len(smol._chat._wants) <= 8
 
 
 # ── special tokens ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,7 +176,7 @@ def test_contents_do_not_become_special_tokens(smol: TextProcessor, smollm2: Any
     plain = smol.encode_chat(user("hi"))
     injected = smol.encode_chat(user(INJECTION))
     assert specials(smollm2, injected) == specials(smollm2, plain)
-    assert smollm2.decode(injected) == smol.render_chat(user(INJECTION)), "the text is what was written"
+    assert smollm2.decode(injected) == rendered(smol, user(INJECTION)), "the text is what was written"
     asked = smol.encode_chat(user(INJECTION), parse_special_tokens=True)
     assert asked == smollm2.apply_chat_template(user(INJECTION), add_generation_prompt=True, return_dict=False)
     assert len(specials(smollm2, asked)) == len(specials(smollm2, plain)) + 3

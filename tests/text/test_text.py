@@ -13,7 +13,7 @@ from transformers import ByT5Tokenizer
 from aiocb.errors import InvalidRequest
 from aiocb.text.processor import TextProcessor
 
-from .conftest import TRAINED, byte_level, llama_like, metaspace, word_level
+from .conftest import TRAINED, byte_level, llama_like, metaspace, rendered, word_level
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -36,7 +36,7 @@ def test_encode_is_the_tokenizers_own(tokenizer: Any, is_prepared: bool) -> None
 
 
 def decode(processor: TextProcessor, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-    detokenizer = processor.make_detokenizer(skip_special_tokens=skip_special_tokens)
+    detokenizer = processor.token_text.detokenizer(skip_special_tokens=skip_special_tokens)
     return detokenizer.push(ids) + detokenizer.flush()
 
 
@@ -52,20 +52,20 @@ def test_chat(smol: TextProcessor, smollm2: Any) -> None:
     assert smol.normalize_prompt(MESSAGES, vocab_size=len(smollm2)) == wanted
     assert smol.normalize_prompt(tuple(MESSAGES), vocab_size=len(smollm2)) == wanted
     assert smol.normalize_prompt(MESSAGES[0], vocab_size=len(smollm2)) == wanted
-    assert smol.render_chat(MESSAGES).endswith("<|im_start|>assistant\n")
-    bare = smol.render_chat(MESSAGES, chat_template_kwargs={"add_generation_prompt": False})
+    assert rendered(smol, MESSAGES).endswith("<|im_start|>assistant\n")
+    bare = rendered(smol, MESSAGES, chat_template_kwargs={"add_generation_prompt": False})
     assert not bare.endswith("<|im_start|>assistant\n")
     begun = [*MESSAGES, {"role": "assistant", "content": "The capital"}]
-    assert smol.render_chat(begun, chat_template_kwargs={"continue_final_message": True}).endswith("The capital")
+    assert rendered(smol, begun, chat_template_kwargs={"continue_final_message": True}).endswith("The capital")
 
 
 def test_tools_and_template_arguments_reach_the_template(smol: TextProcessor) -> None:
     template = "{{ tools[0].function.name if tools else 'none' }}|{{ extra }}|{{ messages[0].content }}"
     tools = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}]
     arguments = {"chat_template": template, "extra": 7}
-    rendered = smol.render_chat(MESSAGES, tools=tools, chat_template_kwargs=arguments)
-    assert rendered == f"weather|7|{MESSAGES[0]['content']}"
-    assert smol.render_chat(MESSAGES, chat_template_kwargs=arguments).startswith("none|7|")
+    text = rendered(smol, MESSAGES, tools=tools, chat_template_kwargs=arguments)
+    assert text == f"weather|7|{MESSAGES[0]['content']}"
+    assert rendered(smol, MESSAGES, chat_template_kwargs=arguments).startswith("none|7|")
     with pytest.raises(InvalidRequest, match="chat messages"):
         smol.normalize_prompt("text", vocab_size=10, tools=tools)
 
@@ -97,7 +97,7 @@ def test_without_a_chat_template(gemma3: Any) -> None:
     with pytest.raises(InvalidRequest, match="no chat template.*give the prompt as text"):
         processor.encode_chat(MESSAGES)
     template = {"chat_template": "{{ messages[0].content }}"}
-    assert processor.render_chat(MESSAGES, chat_template_kwargs=template) == MESSAGES[0]["content"]
+    assert rendered(processor, MESSAGES, chat_template_kwargs=template) == MESSAGES[0]["content"]
 
 
 def test_without_a_tokenizer() -> None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiocb.engine.core import Command, lane_seed
+from aiocb.engine.core import Command, EngineCore, lane_seed
+from aiocb.engine.output import Submission
 from aiocb.engine.prepare import Prepared, StreamSpec
 from aiocb.engine.slot import Delta, Lane, Slot
 from aiocb.engine.stream import Stream
 from aiocb.errors import EngineClosed, EngineDead, RequestFailed, RequestTimeout
 from aiocb.outputs import Chunk, FinishReason
+from aiocb.text.output import TextOutput
 from aiocb.text.pieces import Detokenizer
 
 if TYPE_CHECKING:
-    from aiocb.engine.output import Submission
     from aiocb.engine.room import Line, Place
     from aiocb.testing.oracle import KVOracle
 
@@ -47,22 +49,21 @@ class Letters(Detokenizer):
     """A detokenizer that may raise after some tokens.
 
     Args:
-        fail_after: raise once so many tokens have been pushed; None never.
-        fault: what to raise.
+        fault: what to raise; None never raises.
+        fail_after: raise once so many tokens have been pushed.
     """
 
     __slots__ = ("_fault", "_left")
 
-    def __init__(self, fail_after: int | None = None, fault: BaseException | None = None) -> None:
+    def __init__(self, fault: BaseException | None = None, fail_after: int = 0) -> None:
+        self._fault = fault
         self._left = fail_after
-        self._fault = fault or PlannedFault("the detokenizer raises")
 
     def push(self, token_ids: Sequence[int]) -> str:
         """One letter per token."""
-        if self._left is not None:
-            self._left -= len(token_ids)
-            if self._left < 0:
-                raise self._fault
+        self._left -= len(token_ids)
+        if self._fault is not None and self._left < 0:
+            raise self._fault
         return letters(token_ids)
 
 
@@ -81,7 +82,6 @@ class Sink:
         self.outbox: list[Delta] = []
         self.num_posts = 0
         self.is_closed = False
-        self.open: set[Lane] = set()
         self._batches: deque[list[Delta]] = deque()
 
     @property
@@ -98,8 +98,7 @@ class Sink:
         return True
 
     def lane_ended(self, lane: Lane) -> None:
-        """See `Bridge`."""
-        self.open.discard(lane)
+        """See `Bridge`: nobody counts."""
 
     def wake(self, slot: Slot) -> None:
         """See `Bridge`: nobody is parked here."""
@@ -124,13 +123,6 @@ class Sink:
         self._batches.clear()
 
 
-class _Inbox:
-    """What a `Stream` needs of its session."""
-
-    def __init__(self, put: Callable[[Command], None]) -> None:
-        self.put = put
-
-
 class Expected(NamedTuple):
     """What a lane yields when nothing intervenes."""
 
@@ -143,13 +135,17 @@ class Expected(NamedTuple):
 class Client:
     """One stream and what has come out of it.
 
+    Args:
+        spec, prepared: what it asks for.
+        sink: the event loop that it lives in.
+        laziness: chance that it does not read in a step.
+
     Attributes:
         place: where it stands in line for the bounded queue.
+        submission: None while it stands there.
         was_left: it was closed or dropped: nothing is read any more.
         may_end_early: it was told to finish, or is cancelled when its reader is behind.
         may_fail: a fault was planned for it.
-        has_text: its tokens are turned into text.
-        laziness: chance that it does not read in a step.
     """
 
     def __init__(self, spec: StreamSpec, prepared: Prepared, sink: Sink, laziness: float) -> None:
@@ -160,8 +156,6 @@ class Client:
         self.place: Place | None = None
         self.submission: Submission | None = None
         self.stream: Stream | None = None
-        self.slot: Slot | None = None
-        self.lanes: tuple[Lane, ...] = ()
         self.tokens: list[list[int]] = []
         self.texts: list[str] = []
         self.last: list[Chunk | None] = []
@@ -169,29 +163,52 @@ class Client:
         self.was_left = False
         self.may_end_early = spec.on_unread == "cancel" and spec.max_unread_tokens is not None
         self.may_fail = False
-        self.has_text = True
 
     @property
     def name(self) -> str:
         """The request's label."""
         return self.spec.request_id
 
-    def open(self, submission: Submission, put: Callable[[Command], None]) -> None:
-        """Become a stream that has been submitted."""
-        self.submission = submission
-        self.slot, self.lanes = submission.slot, submission.lanes
-        self.stream = Stream(None, self.spec)  # type: ignore[arg-type]
-        session: Any = _Inbox(put)
-        self.stream._session, self.stream._slot, self.stream._lanes = session, self.slot, self.lanes
+    def submit(self, now: float, texts: tuple[TextOutput, ...], put: Callable[[Command], None]) -> None:
+        """Leave the line, if it stood there, and become a stream that is submitted."""
+        spec, prepared, count = self.spec, self.prepared, self.prepared.sampling.n
+        if self.place is not None:
+            self.sink.line.leave(self.place)
+            self.place = None  # it refers to the client, which has to be freed when it is dropped
+        self.sink.line.enter(count)
+        slot = Slot(spec.request_id, self.sink, count)
+        lanes = slot.make_lanes()
+        self.submission = Submission(
+            slot,
+            lanes,
+            prepared.prompt_token_ids,
+            prepared.sampling,
+            prepared.max_output_tokens,
+            now,
+            spec.priority,
+            None if spec.timeout is None else now + spec.timeout,
+            None if spec.queue_timeout is None else now + spec.queue_timeout,
+            spec.cache_salt,
+            spec.stream_interval,
+            spec.max_unread_tokens,
+            spec.on_unread,
+            prepared.drop_output,
+            texts,
+        )
+        engine: Any = None
+        session: Any = SimpleNamespace(put=put)  # all that an open stream needs of one
+        self.stream = Stream(engine, spec)
+        self.stream._session, self.stream._slot, self.stream._lanes = session, slot, lanes
         self.stream._state = "open"
-        self.tokens = [[] for _ in self.lanes]
-        self.texts = ["" for _ in self.lanes]
-        self.last = [None for _ in self.lanes]
+        self.tokens = [[] for _ in lanes]
+        self.texts = ["" for _ in lanes]
+        self.last = [None for _ in lanes]
+        put((EngineCore.submit, self.submission))
 
     @property
     def is_over(self) -> bool:
         """True when nothing more will come out of it."""
-        return self.was_left or self.error is not None or all(chunk is not None for chunk in self.last)
+        return self.was_left or self.sink.is_closed or self.error is not None or None not in self.last
 
     def leave(self, chance: random.Random) -> None:
         """Close the stream, or just drop it."""
@@ -202,10 +219,11 @@ class Client:
 
     def read(self) -> int:
         """Take everything that has arrived; return how many tokens that were."""
-        stream, slot = self.stream, self.slot
+        stream, submission = self.stream, self.submission
         count = 0
-        if stream is None or slot is None:
+        if stream is None or submission is None:
             return 0
+        slot = submission.slot
         while slot.ready and not slot.is_closed:
             try:
                 chunk = stream._take(slot)
@@ -229,15 +247,13 @@ class Client:
             AssertionError: tokens, text, finish reason or error are not what they have to be.
         """
         submission = self.submission
-        if submission is None:
-            return
-        for lane in self.lanes:
-            expected = expect(oracle, submission, lane.index)
-            tokens, text, last = self.tokens[lane.index], self.texts[lane.index], self.last[lane.index]
-            if not self.has_text:
-                assert not text
-                text = letters(tokens)
-            what = f"{self.name} sample {lane.index}"
+        assert submission is not None
+        for index, last in enumerate(self.last):
+            expected = expect(oracle, submission, index)
+            tokens = self.tokens[index]
+            text = self.texts[index] if submission.texts else letters(tokens)
+            what = f"{self.name} sample {index}"
+            assert submission.texts or not self.texts[index], f"{what}: text that nobody wants"
             assert tokens == expected.tokens[: len(tokens)], f"{what}: {tokens} is no prefix of {expected.tokens}"
             assert letters(tokens).startswith(text), f"{what}: the text {text!r} does not belong to {tokens}"
             if last is None:
@@ -251,16 +267,14 @@ class Client:
                 found = Expected(tokens, text, last.finish_reason or "error", last.stop_reason)
                 assert found == expected, f"{what}: {found} instead of {expected}"
         error = self.error
-        if error is None:
-            return
         if isinstance(error, RequestTimeout):
             bounds = [bound for bound in (submission.deadline, submission.queue_deadline) if bound is not None]
             assert bounds and min(bounds) <= now, f"{self.name}: {error!r} too early"
-            if len(self.lanes) == 1 and error.stage == "queue":
+            if len(self.tokens) == 1 and error.stage == "queue":
                 assert not any(self.tokens), f"{self.name}: {error!r}, yet it has run"
         elif isinstance(error, RequestFailed):
             assert self.may_fail, f"{self.name}: {error!r} was not planned"
-        else:
+        elif error is not None:
             assert isinstance(error, (EngineDead, EngineClosed)), f"{self.name}: {error!r}"
             cause = error.__cause__
             assert isinstance(cause, PlannedFault) or type(error) is EngineClosed, f"{self.name}: {cause!r}"
@@ -271,21 +285,18 @@ def expect(oracle: KVOracle, submission: Submission, index: int) -> Expected:
     sampling = submission.sampling
     prompt = submission.prompt_token_ids
     seed = lane_seed(sampling.seed or 0, index)
-    tokens = oracle.expected_output(prompt, sampling, max_tokens=len(prompt) + submission.max_output_tokens, seed=seed)
     if submission.drop_output:
         return Expected([], "", "length", None)
-    minimum = sampling.min_new_tokens or 0
-    text = ""
-    for count, letter in enumerate(letters(tokens), 1):
-        text += letter
-        matching = [stop for stop in sampling.stop or () if count >= minimum and text.endswith(stop)]
+    tokens = oracle.expected_output(prompt, sampling, max_tokens=len(prompt) + submission.max_output_tokens, seed=seed)
+    text = letters(tokens)
+    for count in range(max(sampling.min_new_tokens or 0, 1), len(tokens) + 1):
+        matching = [stop for stop in sampling.stop or () if text[:count].endswith(stop)]
         if matching:
             stop = max(matching, key=len)
-            shown = text if sampling.include_stop_str_in_output else text[: -len(stop)]
-            return Expected(tokens[:count], shown, "stop", stop)
+            shown = count if sampling.include_stop_str_in_output else count - len(stop)
+            return Expected(tokens[:count], text[:shown], "stop", stop)
     eos = sampling.eos_token_id or ()
-    eos_ids = (eos,) if isinstance(eos, int) else eos
-    if tokens[-1] in eos_ids:
+    if tokens[-1] in ((eos,) if isinstance(eos, int) else eos):
         return Expected(tokens, text, "stop", None)
     if tokens[-1] in (sampling.stop_token_ids or ()):
         return Expected(tokens, text, "stop", tokens[-1])
