@@ -79,6 +79,7 @@ class KVOracle:
     Attributes:
         num_steps, num_tokens: executed so far, by plans with entries.
         max_requests, max_tokens: the largest step so far.
+        is_released: it remembers nothing of a life.
         is_closed: nobody will use it again.
     """
 
@@ -108,11 +109,12 @@ class KVOracle:
             [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
         ]
         self._records = CheckedRecords(len(self.cache_layout.groups))  # each `state` is a `_Seen`
-        self._flights: deque[tuple[StepPlan, list[Record], StepResult]] = deque()
+        self._flights: deque[tuple[StepPlan, list[Record], StepResult, dict[tuple[int, int], int]]] = deque()
         self.num_steps = 0
         self.num_tokens = 0
         self.max_requests = 0
         self.max_tokens = 0
+        self.is_released = True
         self.is_closed = False
 
     @property
@@ -142,6 +144,7 @@ class KVOracle:
         """Forget every request; ids that were used are not to come again."""
         self._records.clear()
         self._flights.clear()
+        self.is_released = True
 
     def reload_weights(self) -> None:
         """Take the weights for new ones: what was written before is of no use to anyone.
@@ -177,7 +180,8 @@ class KVOracle:
         """
         if len(self._flights) >= self.depth:
             raise KVMismatch(f"more than {self.depth} plans are in flight")
-        if {entry.request_id for flown, _, _ in self._flights for entry in flown.entries}.intersection(plan.closed):
+        self.is_released = False
+        if {entry.request_id for flown, *_ in self._flights for entry in flown.entries}.intersection(plan.closed):
             raise KVMismatch("a request is closed that a plan in flight names")
         if {opened.request_id for opened in plan.opened} - {entry.request_id for entry in plan.entries}:
             raise KVMismatch("a request is opened without an entry")
@@ -186,8 +190,9 @@ class KVOracle:
             salt = self._salt_of(opened.request_id)
             self._records[opened.request_id].state = _Seen(salt, self._realm(salt))
         self._check_plan(plan, records)
-        result = self._run(plan, records) if plan.entries else StepResult(())
-        self._flights.append((plan, records, result))
+        blocks: dict[tuple[int, int], int] = {}
+        result = self._run(plan, records, blocks) if plan.entries else StepResult(())
+        self._flights.append((plan, records, result, blocks))
         return plan
 
     def collect(self, handle: StepPlan) -> StepResult:
@@ -197,7 +202,7 @@ class KVOracle:
             KVMismatch: another plan is the oldest.
         """
         self._interrupt("collect")
-        plan, records, result = self._flights.popleft()
+        plan, records, result, _ = self._flights.popleft()
         if plan is not handle:
             raise KVMismatch("plans are collected out of order")
         self._records.finish(records, result)
@@ -229,7 +234,8 @@ class KVOracle:
             if not (entry.is_sampled + len(entry.draft_token_ids)) <= entry.num_logits <= entry.num_new_tokens:
                 raise KVMismatch(f"{who} has {entry.num_logits} logit rows")
 
-    def _run(self, plan: StepPlan, records: Sequence[Record]) -> StepResult:
+    def _run(self, plan: StepPlan, records: Sequence[Record], blocks: dict[tuple[int, int], int]) -> StepResult:
+        """Execute a plan; `blocks` is filled with what it reads and writes: group and block, and for whom."""
         errors = (self._errors(plan) if self._errors is not None else None) or {}
         rows = list(zip(plan.entries, records, strict=True))
         self._copy(plan.copies_before)
@@ -238,7 +244,7 @@ class KVOracle:
         for entry, record in rows:
             self._write(entry, record, written)
         for entry, record in rows:
-            self._read(entry, record)
+            self._read(entry, record, blocks)
         self._copy(plan.copies_after)
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
@@ -297,12 +303,14 @@ class KVOracle:
                 if page >= len(table) or table[page] == NULL_BLOCK:
                     raise KVMismatch(f"request {entry.request_id}: no block for position {position} in group {g}")
                 slot = (g, table[page], offset)
+                if any(flight[3].get(slot[:2], entry.request_id) != entry.request_id for flight in self._flights):
+                    raise KVMismatch(f"block {slot[1]} of group {g} is given to another while a plan in flight names it")
                 if slot in written:
                     raise KVMismatch(f"slot {slot} is written twice in one step")
                 written.add(slot)
                 pages[table[page]][offset] = history[position]
 
-    def _read(self, entry: StepEntry, record: Record) -> None:
+    def _read(self, entry: StepEntry, record: Record, blocks: dict[tuple[int, int], int]) -> None:
         history = record.state.history
         start = entry.num_computed_tokens
         end = start + entry.num_new_tokens
@@ -312,6 +320,7 @@ class KVOracle:
             for page in range(first // page_size, -(-end // page_size)):
                 low, high = max(first, page * page_size), min(end, (page + 1) * page_size)
                 base = page * page_size
+                blocks[g, table[page]] = entry.request_id
                 found = self._pages[g][table[page]][low - base : high - base]
                 if table[page] == NULL_BLOCK or found != history[low:high]:
                     raise KVMismatch(

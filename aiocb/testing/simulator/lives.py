@@ -92,6 +92,7 @@ class Life:
             with contextlib.suppress(PlannedFault):
                 self.built = source.lease(EngineConfig(), name, lambda: False)
         self.oracle: KVOracle = self.built.runner  # type: ignore[assignment]
+        assert self.oracle.is_released, "the runner remembers the life that had it before"
         cache = CacheManager(self.oracle.cache_layout, sharing=chance.random() < 0.85)
         self.scheduler = Scheduler(
             cache,
