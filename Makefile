@@ -58,7 +58,7 @@ test: lint
 simulate: install-dev
 	$(BIN)/python -m aiocb.testing.simulator --seeds 40 --steps 5000
 
-# 20 deliberate bugs, one at a time: each has to be caught. Ten minutes; `make test` has a small case.
+# Deliberate bugs, one at a time: each has to be caught. Ten minutes; `make test` has a small case.
 mutants: install-dev
 	$(BIN)/python scripts/mutants
 

@@ -7,11 +7,14 @@ import contextlib
 import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import anyio
 import pytest
 
 import aiocb
+from aiocb.engine.core import EngineCore
+from aiocb.engine.worker import Worker
 from aiocb.testing import assert_quiescent, settle
 
 from .helpers import Setup, read_some, running, solo, spin
@@ -413,6 +416,27 @@ async def test_finish_while_waiting_for_room_ends_it_without_output() -> None:
         assert [chunk.finish_reason for chunk in await task] == ["cancelled"]
         first.close()
         second.close()
+
+
+@pytest.mark.parametrize("leave", ["finish", "close"])
+async def test_a_thread_that_leaves_a_stream_as_it_is_submitted_is_heard(
+    leave: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has the request already, and the stream does not know its slot yet."""
+    async with running(is_open=False) as setup:
+        stream, put = setup.endless(), Worker.put
+
+        def put_and_leave(worker: Worker, command: Any) -> None:
+            put(worker, command)
+            if command[0] is EngineCore.submit:
+                thread = threading.Thread(target=getattr(stream, leave))
+                thread.start()
+                thread.join()
+
+        monkeypatch.setattr(Worker, "put", put_and_leave)
+        setup.gate.open()
+        reasons = [chunk.finish_reason async for chunk in stream]
+        assert reasons[-1:] == ([] if leave == "close" else ["cancelled"])
 
 
 async def test_finish_after_the_end_is_nothing() -> None:
