@@ -24,13 +24,12 @@ __all__ = [
     "Run",
     "build_engine",
     "context_len",
-    "count_tokens",
     "on_interrupt",
     "one_line",
     "open_engine",
     "printable",
     "quieten",
-    "sampling_arguments",
+    "room_left",
 ]
 
 T = TypeVar("T")
@@ -79,11 +78,6 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The text of an error, harmless and without line ends."""
     return printable(" ".join(text.split()))
-
-
-def sampling_arguments(**values: Any) -> dict[str, Any]:
-    """Keywords for `Engine.stream`: the values that are set."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def build_engine(options: ModelOptions, progress: Callable[[str, float], None] | None) -> Engine:
@@ -177,14 +171,14 @@ def context_len(engine: Engine) -> int:
     return next(int(choice.value) for choice in engine.describe() if choice.name == "max_request_tokens")
 
 
-async def count_tokens(engine: Engine, prompt: Any) -> int:
-    """Tokens of a prompt, as the engine encodes it.
+async def room_left(engine: Engine, prompt: Any) -> int:
+    """How many tokens fit behind a prompt.
 
     Raises:
         InvalidRequest: it was refused, or is too long by itself.
     """
     nothing = await engine.generate(prompt, max_new_tokens=0)
-    return nothing.usage.num_prompt_tokens
+    return context_len(engine) - nothing.usage.num_prompt_tokens
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
