@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from aiocb.bench.load import medians
+import aiocb
+from aiocb.bench.figures import Row, medians
 from aiocb.outputs import TokenLogprobs
+from aiocb.sampling_params import ModelDefaults
 from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, StepPlan, StepResult
 
-__all__ = ["VOCAB_SIZE", "IdleRunner", "LockstepRunner", "on_every_loop"]
+__all__ = ["VOCAB_SIZE", "IdleRunner", "LockstepRunner", "engine_over", "on_every_loop"]
 
 VOCAB_SIZE = 32_000
-Row = dict[str, Any]
 
 _TOKEN = 97
 _PATIENCE_S = 60.0
@@ -102,6 +103,16 @@ class LockstepRunner(IdleRunner):
         """Wait no more."""
         self._is_free = True
         self._turn.release()
+
+
+def engine_over(runner: IdleRunner, tokenizer: Any = None, **config: Any) -> aiocb.Engine:
+    """An engine without prefix cache and safety margin: nothing but what is measured."""
+    return aiocb.Engine.from_runner(
+        lambda _: runner,
+        ModelDefaults(VOCAB_SIZE, runner.max_model_len),
+        tokenizer,
+        config=aiocb.EngineConfig(safety_margin=0.0, allow_block_sharing=False, **config),
+    )
 
 
 def on_every_loop(cases: Sequence[Callable[[], Coroutine[Any, Any, Row]]], repeats: int) -> list[Row]:
