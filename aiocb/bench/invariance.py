@@ -67,7 +67,7 @@ async def run(workload: Workload, budgets: Sequence[int] = (48, 128, 512)) -> li
             {
                 "run": way.name,
                 "identical": sum(mine == theirs for mine, theirs in zip(outputs, expected, strict=True)),
-                "requests": workload.num_requests,
+                "requests": workload.requests,
                 "steps": stats.num_steps,
                 "cached_prompt_tokens": stats.prefix_cache_hits,
                 "preemptions": stats.num_preemptions,

@@ -11,13 +11,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 import aiocb
 from aiocb.bench.figures import Row, lag_probe, medians, quantile_ms, wakeups_per_step
+from aiocb.bench.options import Dtype, Int8, Model
 from aiocb.errors import ConfigError
 
-__all__ = ["Arrival", "Workload", "corpus", "draw", "measure", "run", "summary"]
+__all__ = ["Arrival", "NewLen", "Workload", "corpus", "draw", "measure", "run", "summary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +41,26 @@ def corpus(tokenizer: Any) -> list[int]:
     return ids
 
 
+def _ordered(bounds: tuple[int, int]) -> tuple[int, int]:
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise typer.BadParameter(f"give the smaller number first, and none below 1, not {bounds[0]} {bounds[1]}")
+    return bounds
+
+
+PromptLen = Annotated[tuple[int, int], typer.Option(callback=_ordered, help="Shortest and longest prompt.")]
+NewLen = Annotated[tuple[int, int], typer.Option(callback=_ordered, help="Fewest and most new tokens.")]
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Random requests and the model that answers them.
+    """Random requests and the model that answers them; its fields are options of the commands."""
 
-    Attributes:
-        model, dtype: as `Engine.from_pretrained` takes them.
-        int8: weights of 8 bits.
-        num_requests: how many.
-        prompt_len, new_len: fewest and most tokens.
-    """
-
-    model: str
-    dtype: str
-    int8: bool
-    num_requests: int
-    prompt_len: tuple[int, int]
-    new_len: tuple[int, int]
+    model: Model = "smollm2"
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 64
+    prompt_len: PromptLen = (16, 512)
+    new_len: NewLen = (16, 128)
+    dtype: Dtype = "auto"
+    int8: Int8 = False
 
     def engine(self, **options: Any) -> aiocb.Engine:
         """An engine over the model; options are those of `Engine.from_pretrained`."""
@@ -71,7 +77,7 @@ class Workload:
         """
         chooser, places = random.Random(1), random.Random(1)
         low, high = map(math.log, self.prompt_len)
-        lengths = [round(math.exp(chooser.uniform(low, high))) for _ in range(self.num_requests)]
+        lengths = [round(math.exp(chooser.uniform(low, high))) for _ in range(self.requests)]
         text = corpus(tokenizer)
         if max(lengths) >= len(text):
             raise ConfigError(
@@ -90,7 +96,7 @@ async def run(workload: Workload, rates: Sequence[float], repeats: int) -> list[
     """Return a row per rate (requests per second; inf is all at once): medians of `repeats` runs after a warm-up."""
     rows = []
     async with workload.engine() as engine:
-        warm_up = dataclasses.replace(workload, num_requests=4, prompt_len=(24, 64), new_len=(8, 8))
+        warm_up = dataclasses.replace(workload, requests=4, prompt_len=(24, 64), new_len=(8, 8))
         await measure(engine, warm_up.arrivals(engine.tokenizer))
         for rate in rates:
             arrivals = workload.arrivals(engine.tokenizer, rate)

@@ -11,8 +11,11 @@ import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
+import typer
+
+from aiocb.bench.options import Dtype, Int8, Model
 from aiocb.errors import AiocbError, ConfigError
 
 if TYPE_CHECKING:
@@ -41,16 +44,23 @@ INTERRUPTED = 130
 _CONTROL = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 
 
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; chosen when not given.", rich_help_panel="Model")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels.", rich_help_panel="Model")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel="Model")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model, and how to load it."""
+    """Which model, and how to load it; the fields are options of the commands."""
 
-    model: str
-    dtype: str = "auto"
-    device: str | None = None
-    int8: bool = False
-    threads: int | None = None
-    trust_remote_code: bool = False
+    model: Model
+    dtype: Dtype = "auto"
+    device: Device = None
+    int8: Int8 = False
+    threads: Threads = None
+    trust_remote_code: Trust = False
 
 
 def quieten() -> None:

@@ -52,7 +52,7 @@ def test_measure_delivers_every_token() -> None:
 
 def test_prompts_that_the_text_cannot_fill_are_refused() -> None:
     with pytest.raises(ConfigError, match="tokens of text"):
-        Workload("a model", "auto", False, 1, (1 << 30, 1 << 30), (1, 1)).arrivals(byte_tokenizer())
+        Workload(prompt_len=(1 << 30, 1 << 30)).arrivals(byte_tokenizer())
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:
