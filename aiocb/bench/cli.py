@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import math
 import os
@@ -117,8 +118,8 @@ def serve(
     """Poisson arrivals: time to first token and between tokens over load."""
     from aiocb.bench.load import draw, run
 
-    if plot is not None:
-        _need_matplotlib()
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("a plot needs matplotlib: pip install 'aiocb[bench]'", param_hint="--plot")
     rows = _report("serve", asyncio.run(run(workload, rate or [1.0, 2.0, 4.0, 8.0], repeats)), json_file)
     if plot is not None:
         draw(rows, plot)
@@ -152,13 +153,6 @@ def quality(
         _report("quality", bench.measure(model, num_tokens=tokens, num_threads=threads), json_file)
 
 
-def _need_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise typer.BadParameter("a plot needs matplotlib: pip install 'aiocb[bench]'", param_hint="--plot") from None
-
-
 def _report(name: str, rows: list[Row], json_file: Path | None) -> list[Row]:
     """Show what was measured, and write it down with all that says what it is of."""
     from rich.console import Console
@@ -173,10 +167,7 @@ def _report(name: str, rows: list[Row], json_file: Path | None) -> list[Row]:
         table.add_column(key.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(*(_cell(row.get(key)) for key in keys))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=240)  # a file or a pipe: never cut a column
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else 240).print(table)  # into a file or a pipe: never cut a column
     if json_file is not None:
         command = shlex.join(["aiocb", *sys.argv[1:]])
         record = {"bench": name, "command": command, "machine": machine, "version": aiocb.__version__, "rows": rows}

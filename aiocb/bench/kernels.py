@@ -98,8 +98,7 @@ class _Bench:
             torch.nn.functional.linear(a, weights[layer])
 
         seconds = self._seconds(model, native, other, layers)
-        floor = self._floor(weights_as, n * k * weight_size, 2.0 * m * n * k)
-        return _row("linear", weights_as, f"M={m} N={n} K={k}", seconds, floor)
+        return self._row("linear", weights_as, f"M={m} N={n} K={k}", seconds, n * k * weight_size, 2.0 * m * n * k)
 
     def decode(self, requests: int, context: int, dtype: str) -> Row:
         """One new token each: rotation, cache write and attention of one layer, against SDPA on gathered keys."""
@@ -138,8 +137,8 @@ class _Bench:
             torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
         seconds = self._seconds(model, native, other, layers)
-        floor = self._floor(dtype, layer_bytes, 4.0 * requests * context * _HEADS * _DIM)
-        return _row("decode", dtype, f"R={requests} L={context} H={_HEADS}/{_KV_HEADS} D={_DIM}", seconds, floor)
+        shape = f"R={requests} L={context} H={_HEADS}/{_KV_HEADS} D={_DIM}"
+        return self._row("decode", dtype, shape, seconds, layer_bytes, 4.0 * requests * context * _HEADS * _DIM)
 
     def _model(self, dtype: str, layers: int) -> NativeModel:
         config = ModelConfig(
@@ -163,19 +162,17 @@ class _Bench:
         model.close()
         return [each / layers for each in seconds]
 
-    def _floor(self, name: str, num_bytes: float, operations: float) -> tuple[float, str]:
-        return max((num_bytes / self._bus, "memory"), (operations / self._rates[name], "arithmetic"))
-
-
-def _row(kernel: str, dtype: str, shape: str, seconds: Sequence[float], floor: tuple[float, str]) -> Row:
-    native, other = seconds
-    return {
-        "kernel": kernel,
-        "dtype": dtype,
-        "shape": shape,
-        "native_ms": round(native * 1e3, 4),
-        "torch_ms": round(other * 1e3, 4),
-        "floor_ms": round(floor[0] * 1e3, 4),
-        "of_floor": round(floor[0] / native, 3),
-        "bound": floor[1],
-    }
+    def _row(
+        self, kernel: str, dtype: str, shape: str, seconds: Sequence[float], num_bytes: float, operations: float
+    ) -> Row:
+        native, other = seconds
+        floor, bound = max((num_bytes / self._bus, "memory"), (operations / self._rates[dtype], "arithmetic"))
+        times = {"native_ms": native, "torch_ms": other, "floor_ms": floor}
+        return {
+            "kernel": kernel,
+            "dtype": dtype,
+            "shape": shape,
+            **{name: round(value * 1e3, 4) for name, value in times.items()},
+            "of_floor": round(floor / native, 3),
+            "bound": bound,
+        }

@@ -25,11 +25,11 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     groups: dict[str, Any] = {}
     shown: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        group: Any = parameter.annotation
+        group = parameter.annotation
         if dataclasses.is_dataclass(group):
             groups[name] = group
             hints = get_type_hints(group, include_extras=True)
-            fields = inspect.signature(group).parameters.values()
+            fields = inspect.signature(groups[name]).parameters.values()
             shown += [field.replace(annotation=hints[field.name]) for field in fields]
         else:
             shown.append(parameter)

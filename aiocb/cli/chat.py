@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from aiocb.cli.answer import Answer
 from aiocb.cli.reader import make_reader
 from aiocb.cli.terminal import (
@@ -247,11 +249,7 @@ class Chat:
 
     def _note(self, text: str) -> None:
         """Something of the program, not of the model: dim on a terminal."""
-        if self._is_terminal:
-            print(f"\x1b[2m{printable(text)}\x1b[0m")
-        else:
-            print(text, file=sys.stderr)
+        typer.secho(printable(text), dim=True, err=not self._is_terminal)
 
     def _error(self, text: str) -> None:
-        text = one_line(text)
-        print(f"\x1b[31m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr)
+        typer.secho(one_line(text), fg="red", err=True)
