@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -115,8 +116,10 @@ def engine_over(runner: IdleRunner, tokenizer: Any = None, **config: Any) -> aio
     )
 
 
-def on_every_loop(cases: Sequence[Callable[[], Coroutine[Any, Any, Row]]], repeats: int) -> list[Row]:
-    """Run all cases on asyncio's own event loop and, where it is installed, uvloop's.
+def on_every_loop(
+    measure: Callable[..., Coroutine[Any, Any, Row]], cases: Sequence[tuple[Any, ...]], repeats: int
+) -> list[Row]:
+    """Measure all cases (arguments of `measure`) on asyncio's own event loop and, where it is installed, uvloop's.
 
     Returns:
         a row per case and loop: medians of `repeats` runs, taken in turn, so that a slow spell of the machine hits all.
@@ -126,10 +129,9 @@ def on_every_loop(cases: Sequence[Callable[[], Coroutine[Any, Any, Row]]], repea
         import uvloop
 
         factories["uvloop"] = uvloop.new_event_loop
-    measured: dict[tuple[int, str], list[Row]] = {}
+    measured: dict[Any, list[Row]] = {}
     for _ in range(repeats):
-        for index, case in enumerate(cases):
-            for name, factory in factories.items():
-                with asyncio.Runner(loop_factory=factory) as runner:
-                    measured.setdefault((index, name), []).append(runner.run(case()))
+        for case, (name, factory) in itertools.product(cases, factories.items()):
+            with asyncio.Runner(loop_factory=factory) as runner:
+                measured.setdefault((case, name), []).append(runner.run(measure(*case)))
     return [{"loop": name, **medians(rows)} for (_, name), rows in measured.items()]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 
 from aiocb.bench.figures import Row, lag_probe, quantile_ms
 from aiocb.bench.idle import IdleRunner, engine_over, on_every_loop
@@ -79,4 +78,4 @@ async def measure(num_requests: int, num_tokens: int, logprobs: int | None = Non
 
 def run(repeats: int = 3) -> list[Row]:
     """Measure all cases on every kind of event loop; medians of `repeats` alternating runs."""
-    return on_every_loop([partial(measure, *case) for case in _CASES], repeats)
+    return on_every_loop(measure, _CASES, repeats)

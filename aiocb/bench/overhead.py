@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from functools import partial
 
 import aiocb
 from aiocb.bench.figures import Row, wakeups_per_step
@@ -76,4 +75,4 @@ async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> Row
 
 def run(repeats: int = 3) -> list[Row]:
     """Measure all cases on every kind of event loop; medians of `repeats` alternating runs."""
-    return on_every_loop([partial(measure, *case) for case in _CASES], repeats)
+    return on_every_loop(measure, _CASES, repeats)

@@ -103,7 +103,7 @@ def run(
     _debug: Debug = False,
 ) -> None:
     """Answer several prompts at once, each in its own column."""
-    from aiocb.cli.run import Run
+    from aiocb.cli.run import Column, Run
 
     texts = prompts if prompts else _lines()
     if not texts:
@@ -115,16 +115,9 @@ def run(
             param_hint="--temperature",
         )
     temperatures *= 1 if len(temperatures) == len(texts) else len(texts)
-    columns = Run(
-        model,
-        list(zip(texts, temperatures, strict=True)),
-        system=system,
-        raw=raw,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    )
-    raise typer.Exit(columns.run())
+    columns = [Column(number, *prompt) for number, prompt in enumerate(zip(texts, temperatures, strict=True), 1)]
+    sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+    raise typer.Exit(Run(model, columns, system, raw, sampling).run())
 
 
 @app.command()

@@ -44,63 +44,55 @@ class Column(Answer):
         return f"[{self.number}]" + ("" if self.temperature is None else f" (temperature {self.temperature:g})")
 
 
+@dataclass(slots=True)
 class Run:
     """Streams all prompts at once and shows them.
 
-    Args:
+    Attributes:
         options: the model.
-        prompts: texts with their temperatures (None: the model's own).
+        columns: the prompts.
         system: a system message for all.
         raw: continue the prompts as text.
         sampling: keywords of `Engine.stream`; None is unset.
     """
 
-    def __init__(
-        self,
-        options: ModelOptions,
-        prompts: list[tuple[str, float | None]],
-        *,
-        system: str | None,
-        raw: bool,
-        **sampling: Any,
-    ) -> None:
-        self._options = options
-        self._columns = [Column(number, *prompt) for number, prompt in enumerate(prompts, 1)]
-        self._system = system
-        self._raw = raw
-        self._sampling = sampling
+    options: ModelOptions
+    columns: list[Column]
+    system: str | None
+    raw: bool
+    sampling: dict[str, Any]
 
     def run(self) -> int:
         """Run all prompts; return the exit code: 1 when any has failed, 130 after Ctrl-C."""
-        with open_engine(self._options) as (run, engine):
+        with open_engine(self.options) as (run, engine):
             if getattr(engine.tokenizer, "chat_template", None) is None:
-                self._raw = True
+                self.raw = True
             started = time.perf_counter()
             run(self._stream_all(engine))
             seconds = time.perf_counter() - started
-        print(summarize(self._columns, seconds))
-        if self._columns[0].num_interrupts:
+        print(summarize(self.columns, seconds))
+        if self.columns[0].num_interrupts:
             return INTERRUPTED
-        return int(any(column.error is not None for column in self._columns))
+        return int(any(column.error is not None for column in self.columns))
 
     async def _stream_all(self, engine: Engine) -> None:
         show = _show_live if sys.stdout.isatty() else _show_plain
         with on_interrupt(self._interrupt):
             async with asyncio.TaskGroup() as group:
-                group.create_task(show(self._columns))
-                for column in self._columns:
+                group.create_task(show(self.columns))
+                for column in self.columns:
                     group.create_task(self._read(engine, column))
 
     def _interrupt(self) -> None:
-        for column in self._columns:
+        for column in self.columns:
             column.interrupt()
 
     async def _read(self, engine: Engine, column: Column) -> None:
         prompt: Any = column.prompt
-        if not self._raw:
-            system = [{"role": "system", "content": self._system}] if self._system else []
+        if not self.raw:
+            system = [{"role": "system", "content": self.system}] if self.system else []
             prompt = [*system, {"role": "user", "content": prompt}]
-        arguments = {"temperature": column.temperature, **self._sampling}
+        arguments = {"temperature": column.temperature, **self.sampling}
         try:
             if arguments["max_new_tokens"] is None:
                 arguments["max_new_tokens"] = max(1, min(_MAX_NEW_TOKENS, await room_left(engine, prompt)))

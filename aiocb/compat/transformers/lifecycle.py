@@ -245,7 +245,10 @@ class Lifecycle:
                     return False
                 session = self.session if self._state == "running" else None
                 if session is None:
-                    self._check_buffer(count)
+                    # Before the start nothing leaves the queue: to wait for room would be of no use.
+                    limit, buffered = self._config.max_queue_size, sum(len(one.replies) for one in self._buffered)
+                    if limit and buffered + count > limit:
+                        raise RequestQueueFull(f"the queue is full (max_queue_size={limit}); start the manager")
                     self.router.register(ticket.replies)
                     self._buffered.append(ticket)
                     for reply in ticket.replies:
@@ -285,10 +288,7 @@ class Lifecycle:
     def cancel(self, request_id: str) -> None:
         """End a request, and the other samples of its prompt."""
         self.raise_if_foreign()
-        with self._lock:
-            for reply in self.router.live(request_id):
-                if reply.cancel is not None:
-                    reply.cancel()
+        self.router.cancel(request_id)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -319,12 +319,6 @@ class Lifecycle:
         except InvalidRequest as error:
             self.fail(ticket, error)
             return None
-
-    def _check_buffer(self, count: int) -> None:
-        """Before the start nothing leaves the queue: to wait for room would be of no use."""
-        limit = self._config.max_queue_size
-        if limit and sum(len(ticket.replies) for ticket in self._buffered) + count > limit:
-            raise RequestQueueFull(f"the queue is full (max_queue_size={limit}) before the manager has started")
 
     def _drop(self, ticket: Ticket) -> None:
         """End a request that waits for the start (lock held)."""

@@ -148,10 +148,12 @@ class Router:
                     self.num_live += 1
             self._any.notify_all()
 
-    def live(self, request_id: str) -> list[Reply]:
-        """Sequences of this label that have not ended."""
+    def cancel(self, request_id: str) -> None:
+        """End the sequences of this label, and the other samples of their prompts."""
         with self.lock:
-            return [reply for reply in self._replies.get(request_id, ()) if reply.is_live]
+            for reply in tuple(self._replies.get(request_id, ())):
+                if reply.cancel is not None:
+                    reply.cancel()
 
     def deliver(
         self, deliveries: Iterable[tuple[Reply, Sequence[int], Sequence[TokenLogprobs] | None, End | None]]
