@@ -408,8 +408,8 @@ def test_destroy_while_it_is_warmed_up() -> None:
         may_end.set()
         with pytest.raises(RuntimeError, match="destroyed"):
             warming.result(WAIT)
-    assert manager._session is not None
-    manager._session.worker.join(WAIT)
+    assert manager._life.last is not None
+    manager._life.last.worker.join(WAIT)
     assert_nothing_left(manager)
     assert setup.runner.is_closed
 

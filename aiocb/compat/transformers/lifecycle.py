@@ -280,8 +280,6 @@ class Lifecycle:
     def fail(self, ticket: Ticket, error: Exception) -> None:
         """End a request that the engine has not seen."""
         with self._lock:
-            for reply in ticket.replies:
-                reply.prompt_ids = ticket.token_ids
             self.router.register(ticket.replies)
             self.router.end(ticket.replies, End("error", error=error))
 

@@ -8,6 +8,7 @@ front or by request, both in O(1); a reader that waits for one request is woken 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import OrderedDict, deque
@@ -31,6 +32,7 @@ class Reply:
     """One sequence that was asked for, and what it has produced.
 
     Attributes:
+        prompt_ids: the prompt, as far as it can be read without checking it.
         timestamps: of every token; None when nobody wants them.
         sink: takes the outputs instead of the queue and of handlers.
         is_live: it has not ended.
@@ -40,10 +42,10 @@ class Reply:
     """
 
     request_id: str
+    prompt_ids: list[int]
     is_streaming: bool = False
     timestamps: list[float] | None = None
     sink: Callback | None = None
-    prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     created_time: float = field(default_factory=time.perf_counter)
@@ -127,7 +129,7 @@ class Router:
         self.num_live = 0
         self._is_running = is_running
         self._on_idle = on_idle
-        self._next_number = 0
+        self._numbers = itertools.count()
         self._outputs: OrderedDict[int, tuple[Reply, GenerationOutput]] = OrderedDict()
         self._replies: dict[str, deque[Reply]] = {}
         self._handlers: dict[str, tuple[Callback, asyncio.AbstractEventLoop]] = {}
@@ -199,8 +201,7 @@ class Router:
                         reply.waiter.notify_all()
 
     def _put(self, reply: Reply, output: GenerationOutput) -> None:
-        number = self._next_number
-        self._next_number += 1
+        number = next(self._numbers)
         self._outputs[number] = (reply, output)
         reply.unread.append(number)
         if reply.waiter is not None:
@@ -224,11 +225,10 @@ class Router:
                 self._forget(reply)
 
     def _forget(self, reply: Reply) -> None:
-        replies = self._replies.get(reply.request_id)
-        if replies is not None and reply in replies:
-            replies.remove(reply)
-            if not replies:
-                del self._replies[reply.request_id]
+        replies = self._replies[reply.request_id]
+        replies.remove(reply)
+        if not replies:
+            del self._replies[reply.request_id]
         if reply.waiter is not None:
             reply.waiter.notify_all()
 

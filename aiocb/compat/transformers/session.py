@@ -47,16 +47,6 @@ class Ticket(NamedTuple):
         """The label of the first sample."""
         return self.replies[0].request_id
 
-    @property
-    def interval(self) -> int | None:
-        """Tokens per delivery; None is one delivery, at the end."""
-        return 1 if self.replies[0].is_streaming or self.replies[0].timestamps is not None else None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The prompt as far as it can be read without checking it; else empty."""
-        return [token for token in self.prompt if isinstance(token, int)] if isinstance(self.prompt, tuple) else []
-
 
 class ThreadLane(Lane):
     """A lane that names the reply its output goes to."""
@@ -137,7 +127,8 @@ class ThreadSession(Life):
             self._router.end(ticket.replies, End("length"))
             return
         self._line.enter(len(ticket.replies))
-        age = time.perf_counter() - ticket.replies[0].created_time
+        first = ticket.replies[0]
+        age = time.perf_counter() - first.created_time
         submission = Submission(
             slot,
             tuple(ThreadLane(slot, index, reply) for index, reply in enumerate(ticket.replies)),
@@ -145,7 +136,8 @@ class ThreadSession(Life):
             prepared.sampling,
             prepared.max_output_tokens,
             time.monotonic() - age,
-            stream_interval=ticket.interval,
+            # One delivery per token, or one at the end.
+            stream_interval=1 if first.is_streaming or first.timestamps is not None else None,
         )
         self.put((EngineCore.submit, submission))
 
