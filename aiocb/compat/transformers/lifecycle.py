@@ -143,8 +143,8 @@ class Lifecycle:
                     return
                 ticket = self._buffered.popleft()
             prepared = self._prepare(session, ticket)
-            if prepared is not None:
-                with self._lock:
+            with self._lock:
+                if prepared is not None and ticket.replies[0].is_live:  # it may have been cancelled meanwhile
                     session.submit(ticket, prepared)
 
     def stop(self, block: bool, timeout: float | None, keep_for_next_session: bool, hard_stop: bool) -> None:
@@ -320,7 +320,7 @@ class Lifecycle:
 
     def _drop(self, ticket: Ticket) -> None:
         """End a request that waits for the start (lock held)."""
-        self._buffered.remove(ticket)
+        self._buffered = deque(other for other in self._buffered if other is not ticket)
         self.router.end(ticket.replies, End("cancelled"))
 
     def _went_idle(self) -> None:
