@@ -371,7 +371,7 @@ class ContinuousBatchingManager:
     def _current(self) -> Parameters:
         """What the config says now; its number of samples counts if that is what has changed."""
         before = self._parameters
-        self._parameters = Parameters(self._scope, before.given, before)
+        self._parameters = before.current()
         if self._parameters.num_return_sequences != before.num_return_sequences:
             self._num_return_sequences = self._parameters.num_return_sequences
         return self._parameters

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
@@ -92,7 +94,6 @@ class Parameters:
         before: an earlier reading of the same object.
 
     Attributes:
-        given: the same.
         config: the object that was read.
         num_return_sequences: samples per prompt.
 
@@ -101,12 +102,13 @@ class Parameters:
     """
 
     def __init__(self, scope: Scope, given: GenerationConfig | None, before: Parameters | None = None) -> None:
-        self.given = given
+        self._given = given
         self.config = given if given is not None else getattr(scope.model, "generation_config", None)
         if self.config is not None and not hasattr(self.config, "to_diff_dict"):
             raise ConfigError(f"generation_config must be a transformers GenerationConfig, not {type(given).__name__}")
         self._scope = scope
-        self._extra = tuple(scope.processors.logits_processor)
+        settings, is_cleared, self._extra = self._look()
+        self._seen = copy.deepcopy(settings), is_cleared, self._extra
         values: dict[str, Any] = {} if self.config is None else generation_values(self.config)
         self._eos = _ids(values.get("eos_token_id"))
         self.num_return_sequences: int = values.get("num_return_sequences") or 1
@@ -127,16 +129,28 @@ class Parameters:
             scope.warn("eos", "the generation config has no eos_token_id: requests end by their length only")
         if given is not None and values.get("max_length") and values.get("max_new_tokens") is None:
             scope.warn("max_length", "max_length of the generation config does not count here: set max_new_tokens")
-        if scope.processors.is_cleared:
+        if is_cleared:
             values = {name: value for name, value in values.items() if name in _KEPT_WHEN_CLEARED}
         self._values = values
         self._has_processors = any(values.get(name) is not None for name in _THROUGH_TRANSFORMERS)
+
+    def current(self) -> Parameters:
+        """This reading, or a new one if the config or the processors have changed since."""
+        with contextlib.suppress(Exception):  # an array is neither equal nor not: read again
+            if self._seen == self._look():
+                return self
+        return Parameters(self._scope, self._given, self)
+
+    def _look(self) -> tuple[dict[str, Any], bool, tuple[Any, ...]]:
+        processors = self._scope.processors
+        settings = {} if self.config is None else vars(self.config)
+        return settings, processors.is_cleared, tuple(processors.logits_processor)
 
     def limits(self, limits: Limits) -> Limits:
         """The running engine's limits with this config in the place of the model's."""
         defaults = limits.defaults
         eos = defaults.eos_token_ids
-        if self.given is not None or self._eos:
+        if self._given is not None or self._eos:
             eos = tuple(token for token in self._eos if token < defaults.vocab_size)
         defaults = dataclasses.replace(defaults, eos_token_ids=eos, generation=self._values)
         return dataclasses.replace(limits, defaults=defaults, return_logprobs=False)
