@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import math
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from aiocb.bench.figures import Row
+from aiocb.bench.load import NewLen, Workload
+from aiocb.bench.options import Dtype, Int8, Model, spread
+
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure the engine on this machine.", no_args_is_help=True, pretty_exceptions_enable=False)
-
-Rows = list[dict[str, Any]]
 
 
 def _in_folder(path: Path | None) -> Path | None:
     if path is not None and not path.parent.is_dir():  # seen now, not after minutes of measuring
         raise typer.BadParameter(f"there is no folder {path.parent}")
     return path
-
-
-def _ordered(bounds: tuple[int, int]) -> tuple[int, int]:
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise typer.BadParameter(f"give the smaller number first, and none below 1, not {bounds[0]} {bounds[1]}")
-    return bounds
 
 
 def _positive(rates: list[float] | None) -> list[float] | None:
@@ -44,14 +41,8 @@ def _positive(rates: list[float] | None) -> list[float] | None:
 JsonFile = Annotated[
     Path | None, typer.Option("--json", callback=_in_folder, help="Write the figures to this file as JSON.")
 ]
-Model = Annotated[str, typer.Argument(help="A hub name, a directory, a GGUF file, or smollm2.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, or as stored.")]
-Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights in the CPU kernels.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Runs of each case; medians are shown.")]
-Requests = Annotated[int, typer.Option(min=1, help="Number of requests.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of the CPU kernels.")]
-PromptLen = Annotated[tuple[int, int], typer.Option(callback=_ordered, help="Shortest and longest prompt.")]
-NewLen = Annotated[tuple[int, int], typer.Option(callback=_ordered, help="Fewest and most new tokens.")]
 
 
 @app.command()
@@ -59,7 +50,7 @@ def overhead(repeats: Repeats = 3, json_file: JsonFile = None) -> None:
     """The engine's own cost with a model that computes nothing: chunks per second."""
     from aiocb.bench.overhead import run
 
-    _report("overhead", lambda: run(repeats), json_file)
+    _report("overhead", run(repeats), json_file)
 
 
 @app.command()
@@ -67,7 +58,7 @@ def loop(repeats: Repeats = 3, json_file: JsonFile = None) -> None:
     """How long the event loop stands still when many requests arrive at once and while it streams."""
     from aiocb.bench.loop import run
 
-    _report("loop", lambda: run(repeats), json_file)
+    _report("loop", run(repeats), json_file)
 
 
 @app.command()
@@ -81,7 +72,7 @@ def startup(
     """A start seen from outside: seconds from a new process to a running engine and its first token."""
     from aiocb.bench.startup import run
 
-    _report("startup", lambda: run(model, dtype=dtype, int8=int8, repeats=repeats), json_file)
+    _report("startup", run(model, dtype=dtype, int8=int8, repeats=repeats), json_file)
 
 
 @app.command()
@@ -93,39 +84,31 @@ def kernels(
     """Each native kernel against torch and against the bound of memory or arithmetic."""
     from aiocb.bench.kernels import run
 
-    _report("kernels", lambda: run(num_threads=threads, quick=quick), json_file)
+    _report("kernels", run(num_threads=threads, quick=quick), json_file)
 
 
 @app.command()
-def offline(
-    model: Model = "smollm2",
-    requests: Requests = 64,
-    prompt_len: PromptLen = (16, 512),
-    new_len: NewLen = (16, 128),
-    dtype: Dtype = "auto",
-    int8: Int8 = False,
-    repeats: Repeats = 3,
-    json_file: JsonFile = None,
-) -> None:
+@spread
+def offline(workload: Workload, repeats: Repeats = 3, json_file: JsonFile = None) -> None:
     """All requests at once."""
-    from aiocb.bench.load import Workload, run
+    from aiocb.bench.load import run
 
-    workload = Workload(model, dtype, int8, requests, prompt_len, new_len)
-    _report("offline", lambda: asyncio.run(run(workload, [math.inf], repeats)), json_file)
+    _report("offline", asyncio.run(run(workload, [math.inf], repeats)), json_file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served(Workload):
+    new_len: NewLen = (16, 96)
 
 
 @app.command()
+@spread
 def serve(
-    model: Model = "smollm2",
+    workload: _Served,
     rate: Annotated[
         list[float] | None,
         typer.Option(callback=_positive, help="Requests per second; several are measured in turn."),
     ] = None,
-    requests: Requests = 64,
-    prompt_len: PromptLen = (16, 512),
-    new_len: NewLen = (16, 96),
-    dtype: Dtype = "auto",
-    int8: Int8 = False,
     repeats: Repeats = 1,
     plot: Annotated[
         Path | None, typer.Option(callback=_in_folder, help="Draw latency over load into this PNG file.")
@@ -133,32 +116,22 @@ def serve(
     json_file: JsonFile = None,
 ) -> None:
     """Poisson arrivals: time to first token and between tokens over load."""
-    from aiocb.bench.load import Workload, draw, run
+    from aiocb.bench.load import draw, run
 
-    if plot is not None:
-        _need_matplotlib()
-    workload = Workload(model, dtype, int8, requests, prompt_len, new_len)
-    rows = _report("serve", lambda: asyncio.run(run(workload, rate or [1.0, 2.0, 4.0, 8.0], repeats)), json_file)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("a plot needs matplotlib: pip install 'aiocb[bench]'", param_hint="--plot")
+    rows = _report("serve", asyncio.run(run(workload, rate or [1.0, 2.0, 4.0, 8.0], repeats)), json_file)
     if plot is not None:
         draw(rows, plot)
 
 
 @app.command()
-def invariance(
-    model: Model = "smollm2",
-    requests: Requests = 64,
-    prompt_len: PromptLen = (16, 512),
-    new_len: NewLen = (16, 128),
-    dtype: Dtype = "auto",
-    int8: Int8 = False,
-    json_file: JsonFile = None,
-) -> None:
+@spread
+def invariance(workload: Workload, json_file: JsonFile = None) -> None:
     """Whether outputs are the same, bit by bit, alone and in any batch; exit status 1 when not."""
     from aiocb.bench.invariance import run
-    from aiocb.bench.load import Workload
 
-    workload = Workload(model, dtype, int8, requests, prompt_len, new_len)
-    rows = _report("invariance", lambda: asyncio.run(run(workload)), json_file)
+    rows = _report("invariance", asyncio.run(run(workload)), json_file)
     if any(row["identical"] != row["requests"] for row in rows):
         raise typer.Exit(1)
 
@@ -175,26 +148,18 @@ def quality(
     from aiocb.bench import quality as bench
 
     if speed:
-        _report("speed of quantisation", lambda: bench.speed(model, num_threads=threads), json_file)
+        _report("speed of quantisation", bench.speed(model, num_threads=threads), json_file)
     else:
-        _report("quality", lambda: bench.measure(model, num_tokens=tokens, num_threads=threads), json_file)
+        _report("quality", bench.measure(model, num_tokens=tokens, num_threads=threads), json_file)
 
 
-def _need_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise typer.BadParameter("a plot needs matplotlib: pip install 'aiocb[bench]'", param_hint="--plot") from None
-
-
-def _report(name: str, measure: Callable[[], Rows], json_file: Path | None) -> Rows:
-    """Measure, show the rows, and write them down with all that says what they are of."""
+def _report(name: str, rows: list[Row], json_file: Path | None) -> list[Row]:
+    """Show what was measured, and write it down with all that says what it is of."""
     from rich.console import Console
     from rich.table import Table
 
     import aiocb
 
-    rows = measure()
     machine = _machine()
     table = Table(title=f"{name} ({machine}, aiocb {aiocb.__version__})", title_justify="left")
     keys = list(dict.fromkeys(key for row in rows for key in row))
@@ -202,10 +167,7 @@ def _report(name: str, measure: Callable[[], Rows], json_file: Path | None) -> R
         table.add_column(key.replace("_", " "), justify="right")
     for row in rows:
         table.add_row(*(_cell(row.get(key)) for key in keys))
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=240)  # a file or a pipe: never cut a column
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else 240).print(table)  # into a file or a pipe: never cut a column
     if json_file is not None:
         command = shlex.join(["aiocb", *sys.argv[1:]])
         record = {"bench": name, "command": command, "machine": machine, "version": aiocb.__version__, "rows": rows}

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from aiocb.bench.load import medians
+import aiocb
+from aiocb.bench.figures import Row, medians
 from aiocb.outputs import TokenLogprobs
+from aiocb.sampling_params import ModelDefaults
 from aiocb.step import CacheGroup, CacheLayout, ImmediateRunner, StepPlan, StepResult
 
-__all__ = ["VOCAB_SIZE", "IdleRunner", "LockstepRunner", "on_every_loop"]
+__all__ = ["VOCAB_SIZE", "IdleRunner", "LockstepRunner", "engine_over", "on_every_loop"]
 
 VOCAB_SIZE = 32_000
-Row = dict[str, Any]
 
 _TOKEN = 97
 _PATIENCE_S = 60.0
@@ -104,8 +106,20 @@ class LockstepRunner(IdleRunner):
         self._turn.release()
 
 
-def on_every_loop(cases: Sequence[Callable[[], Coroutine[Any, Any, Row]]], repeats: int) -> list[Row]:
-    """Run all cases on asyncio's own event loop and, where it is installed, uvloop's.
+def engine_over(runner: IdleRunner, tokenizer: Any = None, **config: Any) -> aiocb.Engine:
+    """An engine without prefix cache and safety margin: nothing but what is measured."""
+    return aiocb.Engine.from_runner(
+        lambda _: runner,
+        ModelDefaults(VOCAB_SIZE, runner.max_model_len),
+        tokenizer,
+        config=aiocb.EngineConfig(safety_margin=0.0, allow_block_sharing=False, **config),
+    )
+
+
+def on_every_loop(
+    measure: Callable[..., Coroutine[Any, Any, Row]], cases: Sequence[tuple[Any, ...]], repeats: int
+) -> list[Row]:
+    """Measure all cases (arguments of `measure`) on asyncio's own event loop and, where it is installed, uvloop's.
 
     Returns:
         a row per case and loop: medians of `repeats` runs, taken in turn, so that a slow spell of the machine hits all.
@@ -115,10 +129,9 @@ def on_every_loop(cases: Sequence[Callable[[], Coroutine[Any, Any, Row]]], repea
         import uvloop
 
         factories["uvloop"] = uvloop.new_event_loop
-    measured: dict[tuple[int, str], list[Row]] = {}
+    measured: dict[Any, list[Row]] = {}
     for _ in range(repeats):
-        for index, case in enumerate(cases):
-            for name, factory in factories.items():
-                with asyncio.Runner(loop_factory=factory) as runner:
-                    measured.setdefault((index, name), []).append(runner.run(case()))
+        for case, (name, factory) in itertools.product(cases, factories.items()):
+            with asyncio.Runner(loop_factory=factory) as runner:
+                measured.setdefault((case, name), []).append(runner.run(measure(*case)))
     return [{"loop": name, **medians(rows)} for (_, name), rows in measured.items()]

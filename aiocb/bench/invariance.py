@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import aiocb
+from aiocb.bench.figures import Row
 from aiocb.bench.load import Arrival, Workload
 
 __all__ = ["run"]
@@ -36,7 +37,7 @@ class _Way(NamedTuple):
     is_repeated: bool = False
 
 
-async def run(workload: Workload, budgets: Sequence[int] = (48, 128, 512)) -> list[dict[str, Any]]:
+async def run(workload: Workload, budgets: Sequence[int] = (48, 128, 512)) -> list[Row]:
     """Return a row per way: `run`, `identical` (of how many), and what happened on the way.
 
     Args:
@@ -66,7 +67,7 @@ async def run(workload: Workload, budgets: Sequence[int] = (48, 128, 512)) -> li
             {
                 "run": way.name,
                 "identical": sum(mine == theirs for mine, theirs in zip(outputs, expected, strict=True)),
-                "requests": workload.num_requests,
+                "requests": workload.requests,
                 "steps": stats.num_steps,
                 "cached_prompt_tokens": stats.prefix_cache_hits,
                 "preemptions": stats.num_preemptions,

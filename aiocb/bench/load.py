@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import math
 import random
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 import aiocb
+from aiocb.bench.figures import Row, lag_probe, medians, quantile_ms, wakeups_per_step
+from aiocb.bench.options import Dtype, Int8, Model
 from aiocb.errors import ConfigError
 
-__all__ = [
-    "Arrival",
-    "Measured",
-    "Workload",
-    "corpus",
-    "draw",
-    "lag_probe",
-    "measure",
-    "medians",
-    "milliseconds",
-    "poisson",
-    "quantile",
-    "run",
-    "summary",
-]
+__all__ = ["Arrival", "NewLen", "Workload", "corpus", "draw", "measure", "run", "summary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +32,6 @@ class Arrival:
     num_new: int
 
 
-@dataclass(slots=True)
-class Measured:
-    """Times of one request, in seconds from the start of the run."""
-
-    submitted_s: float
-    token_times_s: list[float] = field(default_factory=list)
-
-
 def corpus(tokenizer: Any) -> list[int]:
     """English text that is on every machine (the standard library's own help topics), as token ids."""
     from pydoc_data import topics
@@ -58,48 +41,26 @@ def corpus(tokenizer: Any) -> list[int]:
     return ids
 
 
-def poisson(
-    tokenizer: Any, rate: float, count: int, *, prompt_len: tuple[int, int], new_len: tuple[int, int], seed: int = 0
-) -> list[Arrival]:
-    """A workload of slices of `corpus` with exponential gaps of mean `1 / rate` s; `rate=inf` lets all arrive at once.
+def _ordered(bounds: tuple[int, int]) -> tuple[int, int]:
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise typer.BadParameter(f"give the smaller number first, and none below 1, not {bounds[0]} {bounds[1]}")
+    return bounds
 
-    Prompt lengths are log-uniform, output lengths uniform, both within the given bounds.
 
-    Raises:
-        ConfigError: the text is shorter than the longest prompt.
-    """
-    chooser = random.Random(seed)
-    low, high = (math.log(bound) for bound in prompt_len)
-    lengths = [round(math.exp(chooser.uniform(low, high))) for _ in range(count)]
-    text, places = corpus(tokenizer), random.Random(seed)
-    if max(lengths) >= len(text):
-        raise ConfigError(f"there are {len(text)} tokens of text, which is too few for prompts of {prompt_len[1]}")
-    at, arrivals = 0.0, []
-    for length in lengths:
-        if math.isfinite(rate):
-            at += chooser.expovariate(rate)
-        first = places.randrange(len(text) - length)
-        arrivals.append(Arrival(at, text[first : first + length], chooser.randint(*new_len)))
-    return arrivals
+PromptLen = Annotated[tuple[int, int], typer.Option(callback=_ordered, help="Shortest and longest prompt.")]
+NewLen = Annotated[tuple[int, int], typer.Option(callback=_ordered, help="Fewest and most new tokens.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Random requests and the model that answers them.
+    """Random requests and the model that answers them; its fields are options of the commands."""
 
-    Attributes:
-        model, dtype: as `Engine.from_pretrained` takes them.
-        int8: weights of 8 bits.
-        num_requests: how many.
-        prompt_len, new_len: fewest and most tokens.
-    """
-
-    model: str
-    dtype: str
-    int8: bool
-    num_requests: int
-    prompt_len: tuple[int, int]
-    new_len: tuple[int, int]
+    model: Model = "smollm2"
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 64
+    prompt_len: PromptLen = (16, 512)
+    new_len: NewLen = (16, 128)
+    dtype: Dtype = "auto"
+    int8: Int8 = False
 
     def engine(self, **options: Any) -> aiocb.Engine:
         """An engine over the model; options are those of `Engine.from_pretrained`."""
@@ -107,15 +68,36 @@ class Workload:
         return aiocb.Engine.from_pretrained(self.model, dtype=self.dtype, quantization=quantization, **options)
 
     def arrivals(self, tokenizer: Any, rate: float = math.inf) -> list[Arrival]:
-        """The same requests every time; see `poisson`."""
-        return poisson(tokenizer, rate, self.num_requests, prompt_len=self.prompt_len, new_len=self.new_len, seed=1)
+        """The same requests every time: slices of `corpus`, with exponential gaps of mean `1 / rate` seconds.
+
+        Prompt lengths are log-uniform, output lengths uniform, both within the bounds.
+
+        Raises:
+            ConfigError: the text is shorter than the longest prompt.
+        """
+        chooser, places = random.Random(1), random.Random(1)
+        low, high = map(math.log, self.prompt_len)
+        lengths = [round(math.exp(chooser.uniform(low, high))) for _ in range(self.requests)]
+        text = corpus(tokenizer)
+        if max(lengths) >= len(text):
+            raise ConfigError(
+                f"there are {len(text)} tokens of text, which is too few for prompts of {self.prompt_len[1]}"
+            )
+        at, arrivals = 0.0, []
+        for length in lengths:
+            if math.isfinite(rate):
+                at += chooser.expovariate(rate)
+            first = places.randrange(len(text) - length)
+            arrivals.append(Arrival(at, text[first : first + length], chooser.randint(*self.new_len)))
+        return arrivals
 
 
-async def run(workload: Workload, rates: Sequence[float], repeats: int) -> list[dict[str, Any]]:
+async def run(workload: Workload, rates: Sequence[float], repeats: int) -> list[Row]:
     """Return a row per rate (requests per second; inf is all at once): medians of `repeats` runs after a warm-up."""
     rows = []
     async with workload.engine() as engine:
-        await measure(engine, poisson(engine.tokenizer, math.inf, 4, prompt_len=(24, 64), new_len=(8, 8)))
+        warm_up = dataclasses.replace(workload, requests=4, prompt_len=(24, 64), new_len=(8, 8))
+        await measure(engine, warm_up.arrivals(engine.tokenizer))
         for rate in rates:
             arrivals = workload.arrivals(engine.tokenizer, rate)
             runs = []
@@ -126,7 +108,7 @@ async def run(workload: Workload, rates: Sequence[float], repeats: int) -> list[
     return rows
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Plot time to first token and between tokens over the arrival rate (PNG)."""
     import matplotlib as mpl
 
@@ -145,32 +127,21 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-async def lag_probe(lags: list[float], interval: float = 0.001) -> None:
-    """Append how late a ticker of `interval` seconds is, again and again; cancel it to stop."""
-    while True:
-        before = time.perf_counter()
-        await asyncio.sleep(interval)
-        lags.append(time.perf_counter() - before - interval)
-
-
-async def measure(engine: aiocb.Engine, arrivals: Sequence[Arrival]) -> dict[str, Any]:
+async def measure(engine: aiocb.Engine, arrivals: Sequence[Arrival]) -> Row:
     """Run a workload (greedy, end-of-sequence ignored) and summarise it; see `summary` for the fields."""
     lags: list[float] = []
     start = time.perf_counter()
     before = engine.stats()
 
-    async def one(arrival: Arrival) -> Measured:
-        delay = start + arrival.at_s - time.perf_counter()
-        if delay > 0:
-            await asyncio.sleep(delay)
-        result = Measured(time.perf_counter() - start)
+    async def one(arrival: Arrival) -> list[float]:
+        await asyncio.sleep(max(0.0, start + arrival.at_s - time.perf_counter()))
+        times = [time.perf_counter()]
         stream = engine.stream(
             arrival.prompt, temperature=0.0, max_new_tokens=arrival.num_new, ignore_eos=True, detokenize=False
         )
         async for chunk in stream:
-            now = time.perf_counter() - start
-            result.token_times_s += [now] * len(chunk.token_ids)
-        return result
+            times += [time.perf_counter()] * len(chunk.token_ids)
+        return times
 
     probe = asyncio.ensure_future(lag_probe(lags))
     try:
@@ -179,56 +150,30 @@ async def measure(engine: aiocb.Engine, arrivals: Sequence[Arrival]) -> dict[str
     finally:
         probe.cancel()
     wall = time.perf_counter() - start
-    after = engine.stats()
     return {
         **summary([task.result() for task in tasks], wall),
-        "loop_lag_p99_ms": milliseconds(quantile(lags, 0.99)),
-        "wakeups_per_step": round(
-            (after.num_loop_wakeups - before.num_loop_wakeups) / max(after.num_steps - before.num_steps, 1), 3
-        ),
+        "loop_lag_p99_ms": quantile_ms(lags, 0.99),
+        "wakeups_per_step": wakeups_per_step(before, engine.stats()),
     }
 
 
-def summary(results: Sequence[Measured], wall: float) -> dict[str, Any]:
-    """Output tokens per second; median and 99th percentile of time to first token and between tokens, in ms."""
-    first = [each.token_times_s[0] - each.submitted_s for each in results if each.token_times_s]
-    between = [b - a for each in results for a, b in zip(each.token_times_s, each.token_times_s[1:], strict=False)]
-    num_tokens = sum(len(each.token_times_s) for each in results)
+def summary(results: Sequence[Sequence[float]], wall: float) -> Row:
+    """Output tokens per second; median and 99th percentile of time to first token and between tokens, in ms.
+
+    Args:
+        results: of each request, when it was submitted and when each of its tokens was there, in seconds.
+        wall: seconds that all took.
+    """
+    first = [times[1] - times[0] for times in results if len(times) > 1]
+    between = [b - a for times in results for a, b in itertools.pairwise(times[1:])]
+    num_tokens = sum(len(times) - 1 for times in results)
     return {
         "requests": len(results),
         "output_tokens": num_tokens,
         "wall_s": round(wall, 3),
         "output_tokens_per_s": round(num_tokens / wall, 1),
-        "ttft_p50_ms": milliseconds(quantile(first, 0.5)),
-        "ttft_p99_ms": milliseconds(quantile(first, 0.99)),
-        "itl_p50_ms": milliseconds(quantile(between, 0.5)),
-        "itl_p99_ms": milliseconds(quantile(between, 0.99)),
+        "ttft_p50_ms": quantile_ms(first, 0.5),
+        "ttft_p99_ms": quantile_ms(first, 0.99),
+        "itl_p50_ms": quantile_ms(between, 0.5),
+        "itl_p99_ms": quantile_ms(between, 0.99),
     }
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    """The interpolated quantile, or None of nothing."""
-    if not values:
-        return None
-    if len(values) == 1:
-        return values[0]
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Field by field, the median of repeated runs (fields that are not numbers are taken from the first)."""
-    return {
-        key: statistics.median(row[key] for row in rows)
-        if all(isinstance(row[key], (int, float)) for row in rows)
-        else value
-        for key, value in rows[0].items()
-    }
-
-
-def milliseconds(seconds: float | None) -> float | None:
-    """For a table: two decimals."""
-    return None if seconds is None else round(seconds * 1e3, 2)

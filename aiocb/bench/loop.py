@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
-from typing import Any
 
-import aiocb
-from aiocb.bench.idle import VOCAB_SIZE, IdleRunner, on_every_loop
-from aiocb.bench.load import lag_probe, milliseconds, quantile
-from aiocb.sampling_params import ModelDefaults
+from aiocb.bench.figures import Row, lag_probe, quantile_ms
+from aiocb.bench.idle import IdleRunner, engine_over, on_every_loop
 from aiocb.testing import byte_tokenizer
 
 __all__ = ["measure", "run"]
@@ -28,20 +24,17 @@ _PROMPT = [{"role": "user", "content": "What is the capital of France, and since
 _CASES = ((256, 16, None), (5000, 4, None), (64, 100, None), (64, 100, 20))
 
 
-async def measure(num_requests: int, num_tokens: int, logprobs: int | None = None) -> dict[str, Any]:
+async def measure(num_requests: int, num_tokens: int, logprobs: int | None = None) -> Row:
     """Submit requests at once and read them to their ends.
 
     Returns:
         the lag's median, 99th percentile and maximum, and the loop's time per request.
     """
-    config = aiocb.EngineConfig(
-        max_batch_tokens=8192, max_requests_per_batch=_NUM_RUNNING, safety_margin=0.0, allow_block_sharing=False
-    )
-    engine = aiocb.Engine.from_runner(
-        lambda _: IdleRunner(_NUM_RUNNING * 32, _STEP_S, logprobs),
-        ModelDefaults(VOCAB_SIZE, 1 << 20),
+    engine = engine_over(
+        IdleRunner(_NUM_RUNNING * 32, _STEP_S, logprobs),
         byte_tokenizer(),
-        config=config,
+        max_batch_tokens=8192,
+        max_requests_per_batch=_NUM_RUNNING,
     )
     lags: list[float] = []
 
@@ -76,13 +69,13 @@ async def measure(num_requests: int, num_tokens: int, logprobs: int | None = Non
         "requests": num_requests,
         "tokens": num_tokens,
         "logprobs": logprobs,
-        "lag_p50_ms": milliseconds(quantile(lags, 0.5)),
-        "lag_p99_ms": milliseconds(quantile(lags, 0.99)),
-        "lag_max_ms": milliseconds(max(lags)),
+        "lag_p50_ms": quantile_ms(lags, 0.5),
+        "lag_p99_ms": quantile_ms(lags, 0.99),
+        "lag_max_ms": quantile_ms(lags, 1.0),
         "loop_us_per_request": round(worked / num_requests * 1e6, 1),
     }
 
 
-def run(repeats: int = 3) -> list[dict[str, Any]]:
+def run(repeats: int = 3) -> list[Row]:
     """Measure all cases on every kind of event loop; medians of `repeats` alternating runs."""
-    return on_every_loop([partial(measure, *case) for case in _CASES], repeats)
+    return on_every_loop(measure, _CASES, repeats)

@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from functools import partial
-from typing import Any
 
 import aiocb
-from aiocb.bench.idle import VOCAB_SIZE, LockstepRunner, on_every_loop
-from aiocb.sampling_params import ModelDefaults
+from aiocb.bench.figures import Row, wakeups_per_step
+from aiocb.bench.idle import LockstepRunner, engine_over, on_every_loop
 
 __all__ = ["measure", "run"]
 
@@ -23,19 +21,13 @@ __all__ = ["measure", "run"]
 _CASES = ((256, 400, 0), (64, 100, 0), (64, 1000, 0), (64, 8000, 0), (256, 400, 10), (256, 400, 10_000))
 
 
-async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> dict[str, Any]:
+async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> Row:
     """Stream `num_tokens` to each of `num_streams` readers, with `num_queued` more requests waiting all the time.
 
     Returns:
         chunks per second, microseconds per chunk, wake-ups per step.
     """
     runner = LockstepRunner(num_streams * (num_tokens // 16 + 2) + 1)
-    config = aiocb.EngineConfig(
-        max_batch_tokens=max(num_streams, 16),
-        max_requests_per_batch=num_streams,
-        safety_margin=0.0,
-        allow_block_sharing=False,
-    )
     num_chunks = 0
     all_run, one_ended = asyncio.Event(), asyncio.Event()
 
@@ -48,7 +40,7 @@ async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> dic
                 all_run.set()
         one_ended.set()
 
-    engine = aiocb.Engine.from_runner(lambda _: runner, ModelDefaults(VOCAB_SIZE, 1 << 20), config=config)
+    engine = engine_over(runner, max_batch_tokens=max(num_streams, 16), max_requests_per_batch=num_streams)
     async with engine, contextlib.AsyncExitStack() as at_the_end:
         at_the_end.callback(runner.free)  # also after Ctrl-C: the engine waits for its step
         async with engine.pause():  # what is submitted here stands in line before the first step
@@ -70,7 +62,6 @@ async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> dic
             runner.free()
             for stream in (*streams, *queued):
                 stream.close()
-    steps = after.num_steps - before.num_steps
     return {
         "streams": num_streams,
         "tokens": num_tokens,
@@ -78,10 +69,10 @@ async def measure(num_streams: int, num_tokens: int, num_queued: int = 0) -> dic
         "chunks_per_s": round(chunks / elapsed),
         "us_per_chunk": round(elapsed / chunks * 1e6, 3),
         "cpu_us_per_chunk": round(cpu / chunks * 1e6, 3),
-        "wakeups_per_step": round((after.num_loop_wakeups - before.num_loop_wakeups) / max(steps, 1), 3),
+        "wakeups_per_step": wakeups_per_step(before, after),
     }
 
 
-def run(repeats: int = 3) -> list[dict[str, Any]]:
+def run(repeats: int = 3) -> list[Row]:
     """Measure all cases on every kind of event loop; medians of `repeats` alternating runs."""
-    return on_every_loop([partial(measure, *case) for case in _CASES], repeats)
+    return on_every_loop(measure, _CASES, repeats)

@@ -7,15 +7,15 @@ beside transformers in bfloat16, the precision that users take for granted.
 
 from __future__ import annotations
 
+import functools
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from aiocb.bench.figures import Row, alternate
 from aiocb.bench.load import corpus
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
@@ -53,9 +53,7 @@ def english_tokens(tokenizer: Any, count: int) -> list[int]:
     return ids[start : start + count]
 
 
-def measure(
-    name: str, *, num_tokens: int = 20_480, window: int = 512, num_threads: int | None = None
-) -> list[dict[str, Any]]:
+def measure(name: str, *, num_tokens: int = 20_480, window: int = 512, num_threads: int | None = None) -> list[Row]:
     """Return a row per candidate: transformers in bfloat16, aiocb in bfloat16 and in int8.
 
     Every row holds `name`, `perplexity`, `logit_error`, `error_ratio` (over that of transformers in bfloat16), `kl`,
@@ -73,23 +71,19 @@ def measure(
     loaded = load_model(name, dtype=torch.bfloat16, device="cpu")
     tokens = english_tokens(loaded.tokenizer, num_tokens // window * window)
     windows = [tokens[first : first + window] for first in range(0, len(tokens), window)]
-    library = load()
-    if not isinstance(library, Library):
-        raise ConfigError(library.reason)
-    candidates: dict[str, Logits] = {"transformers bfloat16": _module_logits(loaded.model)}
+    candidates: dict[str, Logits] = {"transformers bfloat16": functools.partial(_module_logits, loaded.model)}
     runners = []
     weights = {}
     for label, quantization in (("aiocb bfloat16", None), ("aiocb int8", "int8")):
         capture = _Capture(model_defaults(loaded.model).vocab_size)
-        runner = _runner(loaded.model, library, quantization, capture, window, num_threads)
-        runners.append(runner)
-        candidates[label] = _native_logits(runner, capture)
-        weights[label] = _weight_bytes(loaded.model, quantization) / 1e6
-    reference = _module_logits(load_model(name, dtype=torch.float32, device="cpu").model)
+        runners.append(_runner(loaded.model, quantization, capture, window, num_threads))
+        candidates[label] = functools.partial(_native_logits, runners[-1], capture)
+        weights[label] = {"weight_mb": round(_weight_bytes(loaded.model, quantization) / 1e6, 1)}
+    reference = load_model(name, dtype=torch.float32, device="cpu").model
     totals = {label: _Totals() for label in ("transformers float32", *candidates)}
     try:
         for ids in windows:
-            expected = reference(ids)
+            expected = _module_logits(reference, ids)
             totals["transformers float32"].add(expected, expected, ids)
             for label, logits in candidates.items():
                 totals[label].add(expected, logits(ids), ids)
@@ -97,13 +91,10 @@ def measure(
         for runner in runners:
             runner.close()
     base = totals["transformers bfloat16"].error
-    return [
-        {"name": label, **total.row(base), **({"weight_mb": round(weights[label], 1)} if label in weights else {})}
-        for label, total in totals.items()
-    ]
+    return [{"name": label, **total.row(base), **weights.get(label, {})} for label, total in totals.items()]
 
 
-def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, context: int = 200) -> list[dict[str, Any]]:
+def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, context: int = 200) -> list[Row]:
     """Time steps in bfloat16 and int8, alternating in one process; medians in milliseconds.
 
     Rows hold `step`, `bfloat16_ms`, `int8_ms` and `ratio`.
@@ -115,27 +106,21 @@ def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, conte
         context: tokens that every decoding sequence has behind it.
     """
     model = load_model(name, dtype=torch.bfloat16, device="cpu").model
-    library = load()
-    if not isinstance(library, Library):
-        raise ConfigError(library.reason)
     blocks = 64 * (context // _PAGE + 1) * _PAGE
-    runners = [_runner(model, library, q, None, blocks, num_threads) for q in (None, "int8")]
+    runners = [_runner(model, q, None, blocks, num_threads) for q in (None, "int8")]
     rows = []
     for label, requests, start, count in (
         ("decode, batch 1", 1, context, 1), ("decode, batch 8", 8, context, 1), ("decode, batch 32", 32, context, 1),
         ("decode, batch 64", 64, context, 1), ("prefill of 128 tokens", 1, 0, 128),
     ):  # fmt: skip
         opening, plan = _plan(requests, start, count, runners[0].vocab_size)
-        times: tuple[list[float], list[float]] = ([], [])
-        for index in range(repeats + 1):
-            for runner, values in zip(runners, times, strict=True):
-                runner.release()
-                runner.submit(opening)
-                started = time.perf_counter()
-                runner.submit(plan)
-                if index:
-                    values.append(time.perf_counter() - started)
-        bf16, int8 = (statistics.median(values) * 1e3 for values in times)
+
+        def open_requests(runner: NativeRunner, opening: StepPlan = opening) -> None:
+            runner.release()
+            runner.submit(opening)
+
+        seconds = alternate(runners, open_requests, functools.partial(NativeRunner.submit, plan=plan), repeats)
+        bf16, int8 = (each * 1e3 for each in seconds)
         rows.append(
             {"step": label, "bfloat16_ms": round(bf16, 2), "int8_ms": round(int8, 2), "ratio": round(bf16 / int8, 2)}
         )
@@ -185,34 +170,30 @@ class _Capture(Sampler):
         return StepResult([()] * len(entries))
 
 
-def _module_logits(model: Any) -> Logits:
-    def logits(ids: list[int]) -> Tensor:
-        with torch.inference_mode():
-            result: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
-        return result
-
-    return logits
+def _module_logits(model: Any, ids: list[int]) -> Tensor:
+    with torch.inference_mode():
+        result: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    return result
 
 
-def _native_logits(runner: NativeRunner, capture: _Capture) -> Logits:
+def _native_logits(runner: NativeRunner, capture: _Capture, ids: list[int]) -> Tensor:
     blocks = (tuple(range(1, runner.cache_layout.groups[0].num_blocks)),) * len(runner.cache_layout.groups)
-
-    def logits(ids: list[int]) -> Tensor:
-        capture.parts.clear()
-        runner.release()
-        opened = (OpenedRequest(1, tuple(ids), len(ids), _greedy(), 0),)
-        for first in range(0, len(ids), _CHUNK):
-            count = min(_CHUNK, len(ids) - first)
-            entry = StepEntry(1, first, count, count, False, (), 0, () if first else blocks)
-            runner.submit(StepPlan((entry,), count, () if first else opened))
-        return torch.cat(capture.parts)
-
-    return logits
+    capture.parts.clear()
+    runner.release()
+    opened = (OpenedRequest(1, tuple(ids), len(ids), _greedy(), 0),)
+    for first in range(0, len(ids), _CHUNK):
+        count = min(_CHUNK, len(ids) - first)
+        entry = StepEntry(1, first, count, count, False, (), 0, () if first else blocks)
+        runner.submit(StepPlan((entry,), count, () if first else opened))
+    return torch.cat(capture.parts)
 
 
 def _runner(
-    model: Any, library: Library, quantization: str | None, sampler: Any, num_tokens: int, num_threads: int | None
+    model: Any, quantization: str | None, sampler: Any, num_tokens: int, num_threads: int | None
 ) -> NativeRunner:
+    library = load()
+    if not isinstance(library, Library):
+        raise ConfigError(library.reason)
     description = describe(model)
     if isinstance(description, str):
         raise ConfigError(description)
@@ -241,9 +222,7 @@ def _plan(requests: int, start: int, count: int, vocab_size: int) -> tuple[StepP
 
 
 def _greedy() -> SamplingParams:
-    return SamplingParams(temperature=0.0).resolve(
-        ModelDefaults(vocab_size=1 << 30, max_model_len=1 << 30, eos_token_ids=())
-    )
+    return SamplingParams(temperature=0.0).resolve(ModelDefaults(vocab_size=1 << 30, max_model_len=1 << 30))
 
 
 def _weight_bytes(model: Any, quantization: str | None) -> float:

@@ -10,15 +10,15 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any
 
 import aiocb
+from aiocb.bench.figures import Row
 from aiocb.errors import AiocbError, EngineError
 
 __all__ = ["run"]
 
 
-def run(model: str, *, dtype: str = "auto", int8: bool = False, repeats: int = 5) -> list[dict[str, Any]]:
+def run(model: str, *, dtype: str = "auto", int8: bool = False, repeats: int = 5) -> list[Row]:
     """Start a process `repeats` times and return a row per event: seconds since the start, in the first run (kernels
     may have been built, files may have been read from the disk) and as the median of all.
 

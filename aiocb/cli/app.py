@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from aiocb.bench.cli import app as bench
+from aiocb.bench.options import Model, spread
 from aiocb.cli.terminal import ModelOptions
 
 __all__ = ["app"]
-
-DEFAULT_MODEL = "smollm2"
 
 app = typer.Typer(
     help="Continuous batching for asyncio: stream any Hugging Face causal language model.",
@@ -22,17 +22,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str, typer.Argument(help="A hub name, a directory, a GGUF file, or smollm2.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or as stored.", rich_help_panel="Model")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; chosen when not given.", rich_help_panel="Model")]
-Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights in the CPU kernels.", rich_help_panel="Model")]
-Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels.", rich_help_panel="Model")]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel="Model")
-]
 TopP = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Nucleus sampling.")]
 Seed = Annotated[int | None, typer.Option(help="Makes the answers repeatable.")]
 System = Annotated[str | None, typer.Option(help="The system message.")]
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultModel(ModelOptions):
+    """Which model, if another one than the default."""
+
+    model: Model = "smollm2"
 
 
 def _set_debug(context: typer.Context, is_asked: bool) -> None:
@@ -65,31 +64,27 @@ def _common(
 
 
 @app.command()
+@spread
 def chat(
-    model: Model = DEFAULT_MODEL,
+    model: DefaultModel,
     system: System = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy; unset: the model's own.")] = None,
     top_p: TopP = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer, as far as they fit.")] = 1024,
     seed: Seed = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    int8: Int8 = False,
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
     _debug: Debug = False,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help shows the rest."""
     from aiocb.cli.chat import Chat
 
-    options = ModelOptions(model, dtype, device, int8, threads, trust_remote_code)
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
-    raise typer.Exit(Chat(options, system, **sampling).run())
+    raise typer.Exit(Chat(model, system, **sampling).run())
 
 
 @app.command()
+@spread
 def run(
-    model: Model,
+    model: ModelOptions,
     prompts: Annotated[
         list[str] | None, typer.Argument(help="One or more prompts; none: one per line of standard input.")
     ] = None,
@@ -105,15 +100,10 @@ def run(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompts as text, without the chat template.")
     ] = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    int8: Int8 = False,
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
     _debug: Debug = False,
 ) -> None:
     """Answer several prompts at once, each in its own column."""
-    from aiocb.cli.run import Run
+    from aiocb.cli.run import Column, Run
 
     texts = prompts if prompts else _lines()
     if not texts:
@@ -125,33 +115,18 @@ def run(
             param_hint="--temperature",
         )
     temperatures *= 1 if len(temperatures) == len(texts) else len(texts)
-    options = ModelOptions(model, dtype, device, int8, threads, trust_remote_code)
-    columns = Run(
-        options,
-        list(zip(texts, temperatures, strict=True)),
-        system=system,
-        raw=raw,
-        top_p=top_p,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-    )
-    raise typer.Exit(columns.run())
+    columns = [Column(number, *prompt) for number, prompt in enumerate(zip(texts, temperatures, strict=True), 1)]
+    sampling = {"top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
+    raise typer.Exit(Run(model, columns, system, raw, sampling).run())
 
 
 @app.command()
-def info(
-    model: Model = DEFAULT_MODEL,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    int8: Int8 = False,
-    threads: Threads = None,
-    trust_remote_code: Trust = False,
-    _debug: Debug = False,
-) -> None:
+@spread
+def info(model: DefaultModel, _debug: Debug = False) -> None:
     """Load a model and show what was chosen for it, and why."""
     from aiocb.cli.info import show_info
 
-    show_info(ModelOptions(model, dtype, device, int8, threads, trust_remote_code))
+    show_info(model)
 
 
 app.add_typer(bench, name="bench")

@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from aiocb.cli.answer import Answer
 from aiocb.cli.reader import make_reader
 from aiocb.cli.terminal import (
     INTERRUPTED,
     ModelOptions,
     context_len,
-    count_tokens,
     on_interrupt,
     one_line,
     open_engine,
     printable,
-    sampling_arguments,
+    room_left,
 )
 from aiocb.cli.wrap import WordWrap
 from aiocb.errors import ConfigError, InvalidRequest, RequestError
@@ -28,7 +29,6 @@ from aiocb.sampling_params import ModelDefaults, SamplingParams
 
 if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
-    from aiocb.engine.stream import Stream
 
 __all__ = ["Chat"]
 
@@ -191,52 +191,33 @@ class Chat:
             RequestError: the request was refused or has failed.
         """
         question = {"role": "user", "content": text}
-        texts: list[str] = []
-        started = time.perf_counter()
-        first_s = 0.0
-        num_tokens = num_interrupts = 0
-        reason = None
-        stream: Stream | None = None
+        answer = Answer()
         wrap = WordWrap(sys.stdout.write, lambda: shutil.get_terminal_size().columns)
 
-        def interrupt() -> None:
-            # The first press ends the answer with the next step; should a step take long, the second does not wait.
-            nonlocal num_interrupts
-            num_interrupts += 1
-            if stream is not None:
-                stream.finish() if num_interrupts == 1 else stream.close()
+        def show(text: str) -> None:
+            if self._is_terminal:
+                wrap.push(printable(text))
+            else:
+                sys.stdout.write(text)
+            sys.stdout.flush()
 
-        with on_interrupt(interrupt):
+        with on_interrupt(answer.interrupt):
             messages, limit = await self._fit(engine, question)
-            stream = engine.stream(messages, **sampling_arguments(**{**self._sampling, "max_new_tokens": limit}))
             try:
-                async with stream:
-                    if num_interrupts:
-                        stream.finish()  # pressed before there was anything to finish
-                    async for chunk in stream:
-                        if chunk.token_ids and not num_tokens:
-                            first_s = time.perf_counter() - started
-                        num_tokens += len(chunk.token_ids)
-                        reason = chunk.finish_reason
-                        texts.append(chunk.text)
-                        if self._is_terminal:
-                            wrap.push(printable(chunk.text))
-                        else:
-                            sys.stdout.write(chunk.text)
-                        sys.stdout.flush()
+                await answer.read(engine, messages, {**self._sampling, "max_new_tokens": limit}, show)
             finally:
                 wrap.flush()
-                if texts:
+                if answer.text or answer.finish_reason is not None:
                     print(flush=True)
-        seconds = time.perf_counter() - started
-        self._messages += [question, {"role": "assistant", "content": "".join(texts)}]
+        self._messages += [question, {"role": "assistant", "content": answer.text}]
         if self._is_terminal:
-            end = "stopped, " if num_interrupts else ""
-            if reason == "length":
+            end = "stopped, " if answer.num_interrupts else ""
+            if answer.finish_reason == "length":
                 end = "cut, " if limit == self._sampling["max_new_tokens"] else "cut at the end of the context, "
-            rate = (num_tokens - 1) / (seconds - first_s) if num_tokens > 1 and seconds > first_s else 0.0
-            self._note(f"[{end}{num_tokens} tokens, {rate:.0f} tok/s, first after {first_s:.2f} s]")
-        return num_interrupts
+            first_s, later = answer.first_s or 0.0, answer.num_tokens - 1
+            rate = later / (answer.last_s - first_s) if later > 0 and answer.last_s > first_s else 0.0
+            self._note(f"[{end}{answer.num_tokens} tokens, {rate:.0f} tok/s, first after {first_s:.2f} s]")
+        return answer.num_interrupts
 
     async def _fit(self, engine: Engine, question: dict[str, str]) -> tuple[list[dict[str, str]], int]:
         """The messages to send and the limit of the answer: what is left of the context, at most what was asked for.
@@ -252,7 +233,7 @@ class Chat:
         while True:
             messages = [*self._preamble, *self._messages[first:], question]
             try:
-                room = context - await count_tokens(engine, messages)
+                room = await room_left(engine, messages)
             except InvalidRequest:
                 if first == len(self._messages):
                     raise
@@ -268,11 +249,7 @@ class Chat:
 
     def _note(self, text: str) -> None:
         """Something of the program, not of the model: dim on a terminal."""
-        if self._is_terminal:
-            print(f"\x1b[2m{printable(text)}\x1b[0m")
-        else:
-            print(text, file=sys.stderr)
+        typer.secho(printable(text), dim=True, err=not self._is_terminal)
 
     def _error(self, text: str) -> None:
-        text = one_line(text)
-        print(f"\x1b[31m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr)
+        typer.secho(one_line(text), fg="red", err=True)

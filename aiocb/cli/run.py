@@ -9,20 +9,18 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from aiocb.cli.answer import Answer
 from aiocb.cli.terminal import (
     INTERRUPTED,
     ModelOptions,
-    context_len,
-    count_tokens,
     on_interrupt,
     open_engine,
-    sampling_arguments,
+    room_left,
 )
 from aiocb.errors import AiocbError
 
 if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
-    from aiocb.engine.stream import Stream
 
 __all__ = ["Column", "Run", "summarize"]
 
@@ -31,17 +29,12 @@ _MAX_NEW_TOKENS = 256
 
 
 @dataclass(slots=True, eq=False)
-class Column:
+class Column(Answer):
     """One prompt and what has become of it."""
 
     number: int
     prompt: str
     temperature: float | None
-    stream: Stream | None = None
-    text: str = ""
-    num_tokens: int = 0
-    first_s: float | None = None
-    finish_reason: str | None = None
     error: str | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -51,82 +44,59 @@ class Column:
         return f"[{self.number}]" + ("" if self.temperature is None else f" (temperature {self.temperature:g})")
 
 
+@dataclass(slots=True)
 class Run:
     """Streams all prompts at once and shows them.
 
-    Args:
+    Attributes:
         options: the model.
-        prompts: texts with their temperatures (None: the model's own).
+        columns: the prompts.
         system: a system message for all.
         raw: continue the prompts as text.
         sampling: keywords of `Engine.stream`; None is unset.
     """
 
-    def __init__(
-        self,
-        options: ModelOptions,
-        prompts: list[tuple[str, float | None]],
-        *,
-        system: str | None,
-        raw: bool,
-        **sampling: Any,
-    ) -> None:
-        self._options = options
-        self._columns = [Column(number, *prompt) for number, prompt in enumerate(prompts, 1)]
-        self._system = system
-        self._raw = raw
-        self._sampling = sampling
-        self._num_interrupts = 0
+    options: ModelOptions
+    columns: list[Column]
+    system: str | None
+    raw: bool
+    sampling: dict[str, Any]
 
     def run(self) -> int:
         """Run all prompts; return the exit code: 1 when any has failed, 130 after Ctrl-C."""
-        with open_engine(self._options) as (run, engine):
+        with open_engine(self.options) as (run, engine):
             if getattr(engine.tokenizer, "chat_template", None) is None:
-                self._raw = True
+                self.raw = True
             started = time.perf_counter()
             run(self._stream_all(engine))
             seconds = time.perf_counter() - started
-        print(summarize(self._columns, seconds))
-        if self._num_interrupts:
+        print(summarize(self.columns, seconds))
+        if self.columns[0].num_interrupts:
             return INTERRUPTED
-        return int(any(column.error is not None for column in self._columns))
+        return int(any(column.error is not None for column in self.columns))
 
     async def _stream_all(self, engine: Engine) -> None:
         show = _show_live if sys.stdout.isatty() else _show_plain
         with on_interrupt(self._interrupt):
             async with asyncio.TaskGroup() as group:
-                group.create_task(show(self._columns))
-                for column in self._columns:
+                group.create_task(show(self.columns))
+                for column in self.columns:
                     group.create_task(self._read(engine, column))
 
     def _interrupt(self) -> None:
-        """First Ctrl-C: end all with the next step and show what is there. Second: do not even wait for that."""
-        self._num_interrupts += 1
-        for column in self._columns:
-            if column.stream is not None:
-                column.stream.finish() if self._num_interrupts == 1 else column.stream.close()
+        for column in self.columns:
+            column.interrupt()
 
     async def _read(self, engine: Engine, column: Column) -> None:
         prompt: Any = column.prompt
-        if not self._raw:
-            system = [{"role": "system", "content": self._system}] if self._system else []
+        if not self.raw:
+            system = [{"role": "system", "content": self.system}] if self.system else []
             prompt = [*system, {"role": "user", "content": prompt}]
-        arguments = sampling_arguments(temperature=column.temperature, **self._sampling)
-        started = time.perf_counter()
+        arguments = {"temperature": column.temperature, **self.sampling}
         try:
-            if "max_new_tokens" not in arguments:
-                room = context_len(engine) - await count_tokens(engine, prompt)
-                arguments["max_new_tokens"] = max(1, min(_MAX_NEW_TOKENS, room))
-            async with engine.stream(prompt, **arguments) as stream:
-                column.stream = stream
-                if self._num_interrupts:
-                    stream.finish()
-                async for chunk in stream:
-                    if chunk.token_ids and column.first_s is None:
-                        column.first_s = time.perf_counter() - started
-                    column.num_tokens += len(chunk.token_ids)
-                    column.text += chunk.text
-                    column.finish_reason = chunk.finish_reason
+            if arguments["max_new_tokens"] is None:
+                arguments["max_new_tokens"] = max(1, min(_MAX_NEW_TOKENS, await room_left(engine, prompt)))
+            await column.read(engine, prompt, arguments)
         except AiocbError as error:
             column.error = str(error)
         finally:

@@ -11,8 +11,11 @@ import sys
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
+import typer
+
+from aiocb.bench.options import Dtype, Int8, Model
 from aiocb.errors import AiocbError, ConfigError
 
 if TYPE_CHECKING:
@@ -24,13 +27,12 @@ __all__ = [
     "Run",
     "build_engine",
     "context_len",
-    "count_tokens",
     "on_interrupt",
     "one_line",
     "open_engine",
     "printable",
     "quieten",
-    "sampling_arguments",
+    "room_left",
 ]
 
 T = TypeVar("T")
@@ -42,16 +44,23 @@ INTERRUPTED = 130
 _CONTROL = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\n\t"}
 
 
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; chosen when not given.", rich_help_panel="Model")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the CPU kernels.", rich_help_panel="Model")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that the model brings.", rich_help_panel="Model")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which model, and how to load it."""
+    """Which model, and how to load it; the fields are options of the commands."""
 
-    model: str
-    dtype: str = "auto"
-    device: str | None = None
-    int8: bool = False
-    threads: int | None = None
-    trust_remote_code: bool = False
+    model: Model
+    dtype: Dtype = "auto"
+    device: Device = None
+    int8: Int8 = False
+    threads: Threads = None
+    trust_remote_code: Trust = False
 
 
 def quieten() -> None:
@@ -79,11 +88,6 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The text of an error, harmless and without line ends."""
     return printable(" ".join(text.split()))
-
-
-def sampling_arguments(**values: Any) -> dict[str, Any]:
-    """Keywords for `Engine.stream`: the values that are set."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def build_engine(options: ModelOptions, progress: Callable[[str, float], None] | None) -> Engine:
@@ -177,14 +181,14 @@ def context_len(engine: Engine) -> int:
     return next(int(choice.value) for choice in engine.describe() if choice.name == "max_request_tokens")
 
 
-async def count_tokens(engine: Engine, prompt: Any) -> int:
-    """Tokens of a prompt, as the engine encodes it.
+async def room_left(engine: Engine, prompt: Any) -> int:
+    """How many tokens fit behind a prompt.
 
     Raises:
         InvalidRequest: it was refused, or is too long by itself.
     """
     nothing = await engine.generate(prompt, max_new_tokens=0)
-    return nothing.usage.num_prompt_tokens
+    return context_len(engine) - nothing.usage.num_prompt_tokens
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

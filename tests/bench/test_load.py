@@ -11,15 +11,16 @@ from typer.testing import CliRunner
 
 import aiocb
 from aiocb.bench.cli import app
+from aiocb.bench.figures import medians, quantile_ms
 from aiocb.bench.idle import IdleRunner
-from aiocb.bench.load import Arrival, Measured, draw, measure, medians, poisson, quantile, summary
+from aiocb.bench.load import Arrival, Workload, draw, measure, summary
 from aiocb.errors import ConfigError
 from aiocb.sampling_params import ModelDefaults
 from aiocb.testing import byte_tokenizer
 
 
 def test_summary_counts_and_times() -> None:
-    results = [Measured(0.0, [0.1, 0.2, 0.4]), Measured(1.0, [1.3])]
+    results = [[0.0, 0.1, 0.2, 0.4], [1.0, 1.3]]
     row = summary(results, 2.0)
     assert row["output_tokens"] == 4
     assert row["output_tokens_per_s"] == 2.0
@@ -28,9 +29,9 @@ def test_summary_counts_and_times() -> None:
 
 
 def test_quantile() -> None:
-    assert quantile([], 0.5) is None
-    assert quantile([3.0], 0.99) == 3.0
-    assert quantile([4.0, 1.0, 2.0, 3.0], 0.5) == 2.5
+    assert quantile_ms([], 0.5) is None
+    assert quantile_ms([3.0], 0.99) == 3000.0
+    assert quantile_ms([4.0, 1.0, 2.0, 3.0], 0.5) == 2500.0
 
 
 def test_medians_field_by_field() -> None:
@@ -51,7 +52,7 @@ def test_measure_delivers_every_token() -> None:
 
 def test_prompts_that_the_text_cannot_fill_are_refused() -> None:
     with pytest.raises(ConfigError, match="tokens of text"):
-        poisson(byte_tokenizer(), float("inf"), 1, prompt_len=(1 << 30, 1 << 30), new_len=(1, 1))
+        Workload(prompt_len=(1 << 30, 1 << 30)).arrivals(byte_tokenizer())
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def finish(setup: Setup) -> None:
 
 def assert_nothing_left(manager: ContinuousBatchingManager) -> None:
     assert manager._router.num_live == 0
-    last = manager._session
+    last = manager._life.last
     if last is not None:
         core = last.worker.core
         assert core is None or core.delivery.num_streams == 0

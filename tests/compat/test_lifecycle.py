@@ -10,7 +10,9 @@ import pytest
 
 from aiocb.compat.transformers import RequestStatus
 from aiocb.compat.transformers.manager import ContinuousBatchingManager
+from aiocb.compat.transformers.session import ThreadSession, Ticket
 from aiocb.config import EngineConfig
+from aiocb.engine.prepare import Prepared
 from aiocb.engine.source import RunnerSource
 from aiocb.errors import EngineDead
 from aiocb.sampling_params import ModelDefaults
@@ -149,6 +151,24 @@ def test_requests_before_the_start_wait_for_it() -> None:
         assert results["a"].generated_tokens == expected([1, 2], 3)
         assert "vocabulary" in str(results["bad"].error)
         assert "cancelled" in str(results["gone"].error)
+
+
+def test_a_request_that_is_cancelled_while_the_start_submits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup()
+    prepare = ThreadSession.prepare
+
+    def cancel_first(session: ThreadSession, ticket: Ticket) -> Prepared:
+        setup.manager.cancel_request("gone")
+        return prepare(session, ticket)
+
+    monkeypatch.setattr(ThreadSession, "prepare", cancel_first)
+    for name in ("gone", "other"):
+        setup.manager.add_request([1], name, max_new_tokens=3)
+    with running(setup):
+        results = {one.request_id: one for one in setup.manager}
+    assert "cancelled" in str(results["gone"].error)
+    assert results["other"].generated_tokens == expected([1], 3)
+    assert setup.runner.prompts == [(1,)]
 
 
 def test_destroy_ends_requests_that_never_ran() -> None:
@@ -408,8 +428,8 @@ def test_destroy_while_it_is_warmed_up() -> None:
         may_end.set()
         with pytest.raises(RuntimeError, match="destroyed"):
             warming.result(WAIT)
-    assert manager._session is not None
-    manager._session.worker.join(WAIT)
+    assert manager._life.last is not None
+    manager._life.last.worker.join(WAIT)
     assert_nothing_left(manager)
     assert setup.runner.is_closed
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aiocb.compat.transformers import GenerationOutput, RequestQueueFull, RequestStatus
-from aiocb.compat.transformers.router import Callback, _run_callbacks
+from aiocb.compat.transformers.router import Callback, _call_all
 from aiocb.errors import InvalidRequest
 from tests.compat.helpers import EOS, MAX_LEN, VOCAB, WAIT, Setup, expected, generation, running
 
@@ -466,8 +466,8 @@ class TestHandlers:
             items = [(take, output) for name in names if (output := manager.get_result(name)) is not None]
             loop = asyncio.new_event_loop()
             loop.set_exception_handler(lambda _, context: found.append(type(context["exception"]).__name__))
-            loop.call_soon(_run_callbacks, loop, items)
-            for _ in range(2):
+            loop.call_soon(_call_all, loop, items)
+            for _ in range(3):
                 loop.call_soon(loop.stop)
                 try:
                     loop.run_forever()

@@ -65,23 +65,20 @@ def served(reference: type) -> type:
 
 
 def _load(load: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    implementation = kwargs.pop("attn_implementation", None)
-    if implementation is None:
-        return _enabled(load(*args, **kwargs))
-    if implementation == "paged|eager":
-        implementation = "eager"
+    wanted = kwargs.pop("attn_implementation", None)
+    options = {} if wanted is None else {"attn_implementation": "eager" if wanted == "paged|eager" else wanted}
     try:
-        return _enabled(load(*args, attn_implementation=implementation, **kwargs))
+        return _enabled(load(*args, **options, **kwargs))
     except (ImportError, ValueError) as error:
+        if not options:
+            raise
         try:
             model = load(*args, **kwargs)
         except Exception:
             raise error from None  # something else was wrong
         if not isinstance(model, _Reference):
             raise
-        logger.warning(
-            "attn_implementation=%r cannot be had, the model's own default is used: %s", implementation, error
-        )
+        logger.warning("attn_implementation=%r cannot be had, the model's own default is used: %s", wanted, error)
         return _enabled(model)
 
 

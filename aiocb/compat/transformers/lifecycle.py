@@ -19,9 +19,9 @@ unlock what was locked: there nothing is waited for, and what needs the session 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
@@ -36,7 +36,6 @@ from aiocb.errors import InvalidRequest
 if TYPE_CHECKING:
     from aiocb.config import EngineConfig
     from aiocb.engine.prepare import Prepared
-    from aiocb.engine.slot import Slot
     from aiocb.engine.source import Source
 
 __all__ = ["Lifecycle", "State"]
@@ -51,10 +50,6 @@ _DROPS: dict[State, str] = {
     "dead": "the manager's worker has died; call start() to try again",
     "destroyed": "the manager has been destroyed",
 }
-
-
-class _Pauses(threading.local):
-    depth = 0
 
 
 class Lifecycle:
@@ -72,16 +67,15 @@ class Lifecycle:
     """
 
     def __init__(self, source: Source, config: EngineConfig) -> None:
-        self.router = Router(self._went_idle, self._abandon)
+        self.router = Router(self.is_running, self._went_idle)
         self.session: ThreadSession | None = None
         self.last: ThreadSession | None = None
         self.warmed_up = False
         self._source = source
         self._config = config
         self._lock = self.router.lock
-        self._changed = threading.Condition(self._lock)
         self._opening = threading.Lock()
-        self._pauses = _Pauses()
+        self._pausing: list[int] = []  # threads, once for each pause that they are in
         self._state: State = "new"
         self._keeps_session = False
         self._buffered: deque[Ticket] = deque()
@@ -122,9 +116,10 @@ class Lifecycle:
         """Open a session, or let go of the one that is held, and submit what was kept for it."""
         self.raise_if_foreign()
         with self._lock:
-            while self._state == "stopping":
+            if self._state == "stopping":
                 self._raise_if_pausing("start")
-                self._changed.wait()  # the earlier session still finishes its requests
+                # The earlier session still finishes its requests.
+                self.router.moved.wait_for(lambda: self._state != "stopping")
             if self._state in ("starting", "running"):
                 logger.warning("the manager has already been started")
                 return
@@ -148,8 +143,8 @@ class Lifecycle:
                     return
                 ticket = self._buffered.popleft()
             prepared = self._prepare(session, ticket)
-            if prepared is not None:
-                with self._lock:
+            with self._lock:
+                if prepared is not None and ticket.replies[0].is_live:  # it may have been cancelled meanwhile
                     session.submit(ticket, prepared)
 
     def stop(self, block: bool, timeout: float | None, keep_for_next_session: bool, hard_stop: bool) -> None:
@@ -180,20 +175,15 @@ class Lifecycle:
         """Wait until there is no session, or one that is held."""
         if self.is_foreign:
             return
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            while self.is_running():
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    logger.warning("the manager is still finishing its requests after %s s", timeout)
-                    return
-                self._changed.wait(remaining)
+            if not self.router.moved.wait_for(lambda: not self.is_running(), timeout):
+                logger.warning("the manager is still finishing its requests after %s s", timeout)
+                return
             last, is_kept = self.last, self.last is self.session
-        rest = None if deadline is None else max(deadline - time.monotonic(), 0.1)
         if last is not None and is_kept:
-            last.held.wait(rest)  # the model is free from here on
+            last.held.wait(timeout)  # the model is free from here on
         elif last is not None:
-            last.worker.join(rest)
+            last.worker.join(timeout)
 
     def destroy(self) -> None:
         """End the session for good."""
@@ -222,14 +212,14 @@ class Lifecycle:
             if not self.is_running() or session is None:
                 raise RuntimeError("there is nothing to pause: the manager is not running")
             held = session.hold()
-        self._pauses.depth += 1
+        self._pausing.append(threading.get_ident())
         try:
             held.wait()
             if session is not self.session:
                 raise RuntimeError("the manager has ended before it could be paused")
             yield
         finally:
-            self._pauses.depth -= 1
+            self._pausing.remove(threading.get_ident())
             session.unhold()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,32 +238,36 @@ class Lifecycle:
             EngineClosed: this process was forked from the one in which the session runs.
         """
         self.raise_if_foreign()
-        prepared: Prepared | None = None
-        deadline = None if timeout is None else time.monotonic() + timeout
+        count = len(ticket.replies)
         while True:
             with self._lock:
                 if self.drops():
                     return False
                 session = self.session if self._state == "running" else None
                 if session is None:
-                    self._check_buffer(len(ticket.replies))
+                    # Before the start nothing leaves the queue: to wait for room would be of no use.
+                    limit, buffered = self._config.max_queue_size, sum(len(one.replies) for one in self._buffered)
+                    if limit and buffered + count > limit:
+                        raise RequestQueueFull(f"the queue is full (max_queue_size={limit}); start the manager")
                     self.router.register(ticket.replies)
                     self._buffered.append(ticket)
+                    for reply in ticket.replies:
+                        reply.cancel = functools.partial(self._drop, ticket)
                     return True
-                if prepared is not None:
-                    if session.room.has_room(len(ticket.replies)):
-                        self.router.register(ticket.replies)
-                        session.submit(ticket, prepared)
-                        return True
-                    limit = self._config.max_queue_size
-                    remaining = None if deadline is None else deadline - time.monotonic()
-                    if len(ticket.replies) > limit or (remaining is not None and remaining <= 0):
-                        raise RequestQueueFull(f"the queue is full (max_queue_size={limit})")
-                    session.wait_for_room(remaining)
-                    continue
             prepared = self._prepare(session, ticket)
             if prepared is None:
                 return True
+            with self._lock:
+
+                def is_over(session: ThreadSession = session) -> bool:
+                    return self._state != "running" or self.session is not session
+
+                if not session.wait_for_room(count, is_over, timeout):
+                    raise RequestQueueFull(f"the queue is full (max_queue_size={self._config.max_queue_size})")
+                if not is_over():
+                    self.router.register(ticket.replies)
+                    session.submit(ticket, prepared)
+                    return True
 
     def drops(self) -> bool:
         """Whether requests are dropped now; if so, a warning says why."""
@@ -286,21 +280,13 @@ class Lifecycle:
     def fail(self, ticket: Ticket, error: Exception) -> None:
         """End a request that the engine has not seen."""
         with self._lock:
-            for reply in ticket.replies:
-                reply.prompt_ids = ticket.token_ids
             self.router.register(ticket.replies)
-            self.router.deliver([(reply, (), None, End("error", error=error)) for reply in ticket.replies])
+            self.router.end(ticket.replies, End("error", error=error))
 
     def cancel(self, request_id: str) -> None:
         """End a request, and the other samples of its prompt."""
         self.raise_if_foreign()
-        with self._lock:
-            for ticket in [one for one in self._buffered if request_id in (r.request_id for r in one.replies)]:
-                self._buffered.remove(ticket)
-                self.router.deliver([(reply, (), None, End("cancelled")) for reply in ticket.replies])
-            for reply in self.router.live(request_id):
-                if reply.slot is not None:
-                    self._abandon(reply.slot)
+        self.router.cancel(request_id)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -332,17 +318,10 @@ class Lifecycle:
             self.fail(ticket, error)
             return None
 
-    def _check_buffer(self, count: int) -> None:
-        """Before the start nothing leaves the queue: to wait for room would be of no use."""
-        limit = self._config.max_queue_size
-        if limit and sum(len(ticket.replies) for ticket in self._buffered) + count > limit:
-            raise RequestQueueFull(f"the queue is full (max_queue_size={limit}) before the manager has started")
-
-    def _abandon(self, slot: Slot) -> None:
-        """End a request at the next step."""
-        session = self.session
-        if session is not None:
-            session.cancel(slot)
+    def _drop(self, ticket: Ticket) -> None:
+        """End a request that waits for the start (lock held)."""
+        self._buffered = deque(other for other in self._buffered if other is not ticket)
+        self.router.end(ticket.replies, End("cancelled"))
 
     def _went_idle(self) -> None:
         """No request is left (lock held): a session that was told to stop has come to its end."""
@@ -367,10 +346,6 @@ class Lifecycle:
     def _set_state(self, state: State) -> None:
         with self._lock:
             self._state = state
-            self.router.is_running = self.is_running()
-            self._changed.notify_all()
-            if self.last is not None:
-                self.last.bridge.moved.notify_all()
             self.router.notify_all()
 
     @property
@@ -382,7 +357,7 @@ class Lifecycle:
             raise RuntimeError("the manager has been destroyed; make a new one")
 
     def _raise_if_pausing(self, what: str) -> None:
-        if self._pauses.depth:
+        if threading.get_ident() in self._pausing:
             raise RuntimeError(f"{what} from inside a pause would wait for ever: leave the pause first")
 
 

@@ -14,7 +14,7 @@ from aiocb.compat.transformers.lifecycle import Lifecycle
 from aiocb.compat.transformers.parameters import LogitProcessors, Parameters, Scope, request_sampling
 from aiocb.compat.transformers.results import GenerationOutput, RequestQueueFull, StoppedError
 from aiocb.compat.transformers.router import Callback, Reply
-from aiocb.compat.transformers.session import ThreadSession, Ticket
+from aiocb.compat.transformers.session import Ticket
 from aiocb.engine.source import LoadedSource
 from aiocb.errors import InvalidRequest, show_value
 from aiocb.sampling_params import MAX_SAMPLES
@@ -134,8 +134,8 @@ class ContinuousBatchingManager:
 
     def describe(self) -> list[Choice]:
         """What was decided at start, and why; empty before the manager has run. The start logs it, at INFO."""
-        session = self._session
-        return [] if session is None else list(session.choices)
+        last = self._life.last
+        return [] if last is None else list(last.choices)
 
     def warmup(self) -> None:
         """Build everything now, so that `start` returns at once. Nothing runs before `start`.
@@ -297,8 +297,10 @@ class ContinuousBatchingManager:
         for prompt in inputs:
             first = name if name is not None else f"req_{next(self._numbers)}"
             names = [first, *(f"{first}__child#{index}" for index in range(samples - 1))]
-            replies = tuple(Reply(one, streaming, [] if record_timestamps else None, sink) for one in names)
-            tickets.append(Ticket(take_prompt(prompt), params, parameters, replies))
+            taken = take_prompt(prompt)
+            ids = [token for token in taken if isinstance(token, int)] if isinstance(taken, tuple) else []
+            replies = tuple(Reply(one, ids, streaming, [] if record_timestamps else None, sink) for one in names)
+            tickets.append(Ticket(taken, params, parameters, replies))
         return tickets
 
     def submit(self, tickets: Sequence[Ticket], timeout: float | None) -> bool:
@@ -307,7 +309,7 @@ class ContinuousBatchingManager:
             return False
         ordered = tickets
         if self.config.allow_block_sharing:
-            ordered = sorted(tickets, key=lambda ticket: ticket.token_ids, reverse=True)
+            ordered = sorted(tickets, key=lambda ticket: ticket.replies[0].prompt_ids, reverse=True)
         refusal: Exception | None = None
         for ticket in ordered:
             if refusal is None:
@@ -366,13 +368,10 @@ class ContinuousBatchingManager:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def _session(self) -> ThreadSession | None:
-        return self._life.last
-
     def _current(self) -> Parameters:
         """What the config says now; its number of samples counts if that is what has changed."""
-        before, self._parameters = self._parameters, self._parameters.current()
+        before = self._parameters
+        self._parameters = before.current()
         if self._parameters.num_return_sequences != before.num_return_sequences:
             self._num_return_sequences = self._parameters.num_return_sequences
         return self._parameters

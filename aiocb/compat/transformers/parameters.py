@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -22,11 +23,6 @@ __all__ = ["LogitProcessors", "Parameters", "Scope", "request_sampling"]
 logger = logging.getLogger("aiocb")
 
 _WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-# What `SamplingParams` does itself, or what does not concern continuous batching, needs no further processors.
-_OWN = (
-    *_WARPERS, "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens",
-    "renormalize_logits", "remove_invalid_values", "do_sample",
-)  # fmt: skip
 _THROUGH_TRANSFORMERS = (
     "sequence_bias", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
 )  # fmt: skip
@@ -94,7 +90,7 @@ class Parameters:
 
     Args:
         scope: the manager's.
-        config: the caller's own object, or None.
+        given: the caller's own object, or None.
         before: an earlier reading of the same object.
 
     Attributes:
@@ -105,14 +101,14 @@ class Parameters:
         ConfigError: the config asks for beams, or for something unsupported.
     """
 
-    def __init__(self, scope: Scope, config: GenerationConfig | None, before: Parameters | None = None) -> None:
-        self.config = config if config is not None else getattr(scope.model, "generation_config", None)
+    def __init__(self, scope: Scope, given: GenerationConfig | None, before: Parameters | None = None) -> None:
+        self._given = given
+        self.config = given if given is not None else getattr(scope.model, "generation_config", None)
         if self.config is not None and not hasattr(self.config, "to_diff_dict"):
-            raise ConfigError(f"generation_config must be a transformers GenerationConfig, not {type(config).__name__}")
+            raise ConfigError(f"generation_config must be a transformers GenerationConfig, not {type(given).__name__}")
         self._scope = scope
-        self._given = config
-        self._extra = tuple(scope.processors.logits_processor)
-        self._state = copy.deepcopy(self._settings()), scope.processors.is_cleared, self._extra
+        settings, is_cleared, self._extra = self._look()
+        self._seen = copy.deepcopy(settings), is_cleared, self._extra
         values: dict[str, Any] = {} if self.config is None else generation_values(self.config)
         self._eos = _ids(values.get("eos_token_id"))
         self.num_return_sequences: int = values.get("num_return_sequences") or 1
@@ -129,27 +125,26 @@ class Parameters:
             if not scope.drop_unsupported:
                 raise ConfigError(message)
             scope.warn(message, f"{message}: ignored")
-        if config is not None and values.get("eos_token_id") is None:
+        if given is not None and values.get("eos_token_id") is None:
             scope.warn("eos", "the generation config has no eos_token_id: requests end by their length only")
-        if config is not None and values.get("max_length") and values.get("max_new_tokens") is None:
+        if given is not None and values.get("max_length") and values.get("max_new_tokens") is None:
             scope.warn("max_length", "max_length of the generation config does not count here: set max_new_tokens")
-        if scope.processors.is_cleared:
+        if is_cleared:
             values = {name: value for name, value in values.items() if name in _KEPT_WHEN_CLEARED}
         self._values = values
         self._has_processors = any(values.get(name) is not None for name in _THROUGH_TRANSFORMERS)
 
     def current(self) -> Parameters:
         """This reading, or a new one if the config or the processors have changed since."""
-        processors = self._scope.processors
-        try:
-            if self._state == (self._settings(), processors.is_cleared, tuple(processors.logits_processor)):
+        with contextlib.suppress(Exception):  # an array is neither equal nor not: read again
+            if self._seen == self._look():
                 return self
-        except Exception:  # an array is neither equal nor not: read again
-            pass
         return Parameters(self._scope, self._given, self)
 
-    def _settings(self) -> dict[str, Any]:
-        return {} if self.config is None else vars(self.config)
+    def _look(self) -> tuple[dict[str, Any], bool, tuple[Any, ...]]:
+        processors = self._scope.processors
+        settings = {} if self.config is None else vars(self.config)
+        return settings, processors.is_cleared, tuple(processors.logits_processor)
 
     def limits(self, limits: Limits) -> Limits:
         """The running engine's limits with this config in the place of the model's."""
@@ -206,16 +201,15 @@ class Parameters:
     def _made(self, sampling: SamplingParams, num_prompt_tokens: int, values: Mapping[str, Any]) -> list[Any]:
         """New processor objects for one request, because some of them have state: those that some settings ask for."""
         import torch
+        from transformers import GenerationConfig
 
         model = self._scope.model
         if model is None:
             return []
-        config: Any = copy.copy(self.config)
-        for name in (*_OWN, *_THROUGH_TRANSFORMERS, *_UNSUPPORTED):
-            setattr(config, name, values.get(name))
         eos = self._eos if sampling.eos_token_id is None else _ids(sampling.eos_token_id)
-        config._eos_token_tensor = torch.tensor(eos, dtype=torch.long, device=model.device)
         try:
+            config: Any = GenerationConfig(**values)  # type: ignore[no-untyped-call]
+            config._eos_token_tensor = torch.tensor(eos, dtype=torch.long, device=model.device)
             return list(
                 model._get_logits_processor(config, input_ids_seq_length=num_prompt_tokens, device=str(model.device))
             )

@@ -57,14 +57,10 @@ class Prefix(Sequence[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
 
     def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(self._length)
-            if step > 0:
-                return self._items[start:stop:step]
-            return [self._items[position] for position in range(start, stop, step)]
-        if not -self._length <= index < self._length:
-            raise IndexError("index out of range")
-        return self._items[index if index >= 0 else self._length + index]
+        places = range(self._length)[index]
+        if isinstance(places, range):
+            return [self._items[place] for place in places]
+        return self._items[places]
 
     def __iter__(self) -> Iterator[T]:
         return itertools.islice(self._items, self._length)

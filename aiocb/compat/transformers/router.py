@@ -8,6 +8,7 @@ front or by request, both in O(1); a reader that waits for one request is woken 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import OrderedDict, deque
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from aiocb.compat.transformers.results import GenerationOutput, Prefix, RequestStatus, StoppedError
 
 if TYPE_CHECKING:
-    from aiocb.engine.slot import End, Slot
+    from aiocb.engine.slot import End
     from aiocb.outputs import TokenLogprobs
 
 __all__ = ["Callback", "Reply", "Router"]
@@ -31,25 +32,26 @@ class Reply:
     """One sequence that was asked for, and what it has produced.
 
     Attributes:
+        prompt_ids: the prompt, as far as it can be read without checking it.
         timestamps: of every token; None when nobody wants them.
         sink: takes the outputs instead of the queue and of handlers.
         is_live: it has not ended.
-        slot: its place in the engine, None before it has been submitted.
+        cancel: ends it, and the other samples of its prompt; None when there is nothing to end.
         unread: numbers of its outputs that wait in the queue.
         waiter: readers that wait for this request.
     """
 
     request_id: str
+    prompt_ids: list[int]
     is_streaming: bool = False
     timestamps: list[float] | None = None
     sink: Callback | None = None
-    prompt_ids: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     created_time: float = field(default_factory=time.perf_counter)
     first_token_time: float = -1.0
     is_live: bool = True
-    slot: Slot | None = None
+    cancel: Callable[[], object] | None = None
     unread: deque[int] = field(default_factory=deque)
     waiter: threading.Condition | None = None
 
@@ -71,7 +73,7 @@ class Reply:
             stop = len(self.tokens) + (1 if end is None else 0)
             outputs = [self._snapshot(length) for length in range(start + 1, stop)]
         if end is not None:
-            self.is_live = False
+            self.is_live, self.cancel = False, None
             outputs.append(self._last(end, now))
         return outputs
 
@@ -94,18 +96,16 @@ class Reply:
             error = StoppedError("the request was cancelled")
         queue_s = None if end.metrics is None else end.metrics.queue_s
         # A stream's earlier outputs look into the same lists, which now belong to the reader: copy them once.
-        copy = self.is_streaming
-        timestamps = self.timestamps
         return GenerationOutput(
             self.request_id,
             self.prompt_ids,
-            self.tokens[:] if copy else self.tokens,
-            self.logprobs[:] if copy else self.logprobs,
+            self.tokens[:] if self.is_streaming else self.tokens,
+            self.logprobs[:] if self.is_streaming else self.logprobs,
             None if error is None else str(error),
             RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
             self.created_time,
             (-1 if queue_s is None else self.created_time + queue_s, now),
-            timestamps[:] if copy and timestamps is not None else timestamps,
+            self.timestamps and self.timestamps[:],
             error,
         )
 
@@ -115,19 +115,21 @@ class Router:
 
     Attributes:
         lock: reentrant; also guards the state of the manager that owns this router.
-        is_running: results of live requests can come.
+        moved: notified when that state has changed, or the bounded queue has moved on.
         num_live: registered sequences that have not ended.
+
+    Args:
+        is_running: whether results of live requests can come.
         on_idle: called, with the lock held, when the last live sequence has ended.
-        abandon: called with the slot of a request whose handler's loop is closed.
     """
 
-    def __init__(self, on_idle: Callable[[], None], abandon: Callable[[Slot], None]) -> None:
+    def __init__(self, is_running: Callable[[], bool], on_idle: Callable[[], None]) -> None:
         self.lock = threading.RLock()
-        self.is_running = False
+        self.moved = threading.Condition(self.lock)
         self.num_live = 0
-        self.on_idle = on_idle
-        self.abandon = abandon
-        self._next_number = 0
+        self._is_running = is_running
+        self._on_idle = on_idle
+        self._numbers = itertools.count()
         self._outputs: OrderedDict[int, tuple[Reply, GenerationOutput]] = OrderedDict()
         self._replies: dict[str, deque[Reply]] = {}
         self._handlers: dict[str, tuple[Callback, asyncio.AbstractEventLoop]] = {}
@@ -148,10 +150,12 @@ class Router:
                     self.num_live += 1
             self._any.notify_all()
 
-    def live(self, request_id: str) -> list[Reply]:
-        """Sequences of this label that have not ended."""
+    def cancel(self, request_id: str) -> None:
+        """End the sequences of this label, and the other samples of their prompts."""
         with self.lock:
-            return [reply for reply in self._replies.get(request_id, ()) if reply.is_live]
+            for reply in tuple(self._replies.get(request_id, ())):
+                if reply.cancel is not None:
+                    reply.cancel()
 
     def deliver(
         self, deliveries: Iterable[tuple[Reply, Sequence[int], Sequence[TokenLogprobs] | None, End | None]]
@@ -180,11 +184,16 @@ class Router:
                 self.num_live -= num_ended
                 if self.num_live == 0:
                     self._any.notify_all()
-                    self.on_idle()
+                    self._on_idle()
+
+    def end(self, replies: Iterable[Reply], end: End) -> None:
+        """End sequences of which the engine has not heard."""
+        self.deliver([(reply, (), None, end) for reply in replies])
 
     def notify_all(self) -> None:
-        """Wake every reader to look at the state again."""
+        """Wake everybody to look at the state again."""
         with self.lock:
+            self.moved.notify_all()
             self._any.notify_all()
             for replies in self._replies.values():
                 for reply in replies:
@@ -192,8 +201,7 @@ class Router:
                         reply.waiter.notify_all()
 
     def _put(self, reply: Reply, output: GenerationOutput) -> None:
-        number = self._next_number
-        self._next_number += 1
+        number = next(self._numbers)
         self._outputs[number] = (reply, output)
         reply.unread.append(number)
         if reply.waiter is not None:
@@ -203,13 +211,13 @@ class Router:
     def _call(self, loop: asyncio.AbstractEventLoop, items: list[tuple[Callback, Reply, GenerationOutput]]) -> None:
         """Post one step's outputs to one loop. A closed loop ends its own requests and no others."""
         try:
-            loop.call_soon_threadsafe(_run_callbacks, loop, [(callback, output) for callback, _, output in items])
+            loop.call_soon_threadsafe(_call_all, loop, [(callback, output) for callback, _, output in items])
         except RuntimeError:
             for _, reply, output in items:
                 self._handlers.pop(reply.request_id, None)
                 self._put(reply, output)
-                if reply.is_live and reply.slot is not None:
-                    self.abandon(reply.slot)
+                if reply.cancel is not None:
+                    reply.cancel()
             return
         for _, reply, output in items:
             if output.is_finished():
@@ -217,11 +225,10 @@ class Router:
                 self._forget(reply)
 
     def _forget(self, reply: Reply) -> None:
-        replies = self._replies.get(reply.request_id)
-        if replies is not None and reply in replies:
-            replies.remove(reply)
-            if not replies:
-                del self._replies[reply.request_id]
+        replies = self._replies[reply.request_id]
+        replies.remove(reply)
+        if not replies:
+            del self._replies[reply.request_id]
         if reply.waiter is not None:
             reply.waiter.notify_all()
 
@@ -249,7 +256,7 @@ class Router:
                     return output
                 remaining = None if deadline is None else deadline - time.monotonic()
                 is_late = remaining is not None and remaining <= 0
-                if not self.is_running or is_late or (ends_when_idle and self.num_live == 0):
+                if not self._is_running() or is_late or (ends_when_idle and self.num_live == 0):
                     return None
                 condition, replies = self._any, () if request_id is None else self._replies.get(request_id)
                 if replies:
@@ -269,7 +276,7 @@ class Router:
                     self._handlers.pop(request_id, None)
                     break
             if waiting:
-                loop.call_soon_threadsafe(_run_callbacks, loop, waiting)
+                loop.call_soon_threadsafe(_call_all, loop, waiting)
 
     def _pop(self, request_id: str | None) -> GenerationOutput | None:
         if request_id is None:
@@ -288,14 +295,7 @@ class Router:
         return output
 
 
-def _run_callbacks(loop: asyncio.AbstractEventLoop, items: list[tuple[Callback, GenerationOutput]]) -> None:
-    for index, (callback, output) in enumerate(items, 1):
-        try:
-            callback(output)
-        except (SystemExit, KeyboardInterrupt):
-            loop.call_soon(_run_callbacks, loop, items[index:])  # they end the loop, should it go on: nothing is lost
-            raise
-        except BaseException as error:
-            loop.call_exception_handler(
-                {"message": f"the result handler of {output.request_id!r} raised", "exception": error}
-            )
+def _call_all(loop: asyncio.AbstractEventLoop, items: list[tuple[Callback, GenerationOutput]]) -> None:
+    """Give each its own turn of the loop, which deals with whatever one raises."""
+    for callback, output in items:
+        loop.call_soon(callback, output)

@@ -1,14 +1,15 @@
-"""One life of the engine for plain threads: the worker and core of `aiocb.engine`, with a bridge that needs no loop.
+"""One life of the engine for plain threads: the worker and core of `aiocb.engine`, read without an event loop.
 
-Any thread, except `ThreadBridge.post` (worker thread).
+Any thread, except `ThreadSession.post` (worker thread).
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from aiocb.compat.transformers.router import Reply, Router
 from aiocb.engine.core import EngineCore
@@ -16,13 +17,11 @@ from aiocb.engine.life import Life
 from aiocb.engine.output import Submission
 from aiocb.engine.prepare import Prepared, StreamSpec, prepare_tokens
 from aiocb.engine.slot import Delta, End, Lane, Slot
-from aiocb.outputs import RequestMetrics, Usage
 from aiocb.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aiocb.compat.transformers.parameters import Parameters
     from aiocb.config import EngineConfig
-    from aiocb.engine.room import Line
     from aiocb.engine.source import Source
     from aiocb.text.prompts import TakenPrompt
 
@@ -48,16 +47,6 @@ class Ticket(NamedTuple):
         """The label of the first sample."""
         return self.replies[0].request_id
 
-    @property
-    def interval(self) -> int | None:
-        """Tokens per delivery; None is one delivery, at the end."""
-        return 1 if self.replies[0].is_streaming or self.replies[0].timestamps is not None else None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The prompt as far as it can be read without checking it; else empty."""
-        return [token for token in self.prompt if isinstance(token, int)] if isinstance(self.prompt, tuple) else []
-
 
 class ThreadLane(Lane):
     """A lane that names the reply its output goes to."""
@@ -69,65 +58,30 @@ class ThreadLane(Lane):
         self.reply = reply
 
 
-class ThreadBridge:
-    """A `Bridge` that hands each step's deltas to a `Router`, in the worker thread.
-
-    Attributes:
-        line: for the bounded queue; used with the router's lock held.
-        moved: notified when the queue has moved on, or the session has ended.
-        num_waiting: threads that wait for that.
-    """
-
-    def __init__(self, router: Router, line: Line) -> None:
-        self.line = line
-        self.num_waiting = 0
-        self.outbox: list[Delta] = []
-        self.moved = threading.Condition(router.lock)
-        self._router = router
-
-    @property
-    def is_waiting_for_room(self) -> bool:
-        """True when a thread waits for a place in the bounded queue."""
-        return self.num_waiting > 0
-
-    def post(self, batch: list[Delta]) -> bool:
-        """Deliver; True, because the readers are threads of this process."""
-        if self.num_waiting:
-            with self.moved:
-                self.moved.notify_all()
-        if batch:
-            self._router.deliver([(_reply(lane), tokens, logprobs, end) for lane, tokens, _, logprobs, end in batch])
-        return True
-
-    def lane_ended(self, lane: Lane) -> None:
-        """Nothing to count: the router does."""
-
-    def wake(self, slot: Slot) -> None:
-        """Nobody is parked on a slot."""
-
-
 class ThreadSession(Life):
-    """A life that threads open, submit to and hold.
+    """A life that threads open, submit to and hold; also the `Bridge` that hands each step's deltas to a `Router`.
 
     Args:
         source, config: as for `Life`.
-        router: where outputs go.
+        router: where outputs go; its lock is held where requests enter the bounded queue.
         on_exit: called in the worker thread as its last act.
 
     Attributes:
         held: set once the latest `hold` has taken effect.
+        num_waiting: threads that wait for a place in the bounded queue.
     """
 
     def __init__(
         self, source: Source, config: EngineConfig, router: Router, on_exit: Callable[[ThreadSession], None]
     ) -> None:
         super().__init__(source, config)
-        self.bridge = ThreadBridge(router, self.room.open_line())
-        self._ready = threading.Event()
-        self._listener = on_exit
-        self._lock = router.lock
-        self._num_holds = 0
+        self.outbox: list[Delta] = []
         self.held = threading.Event()
+        self.num_waiting = 0
+        self._router = router
+        self._line = self.room.open_line()
+        self._ready = threading.Event()
+        self._on_exit = on_exit
 
     def open(self) -> None:
         """Start the worker and wait until it can serve.
@@ -136,7 +90,7 @@ class ThreadSession(Life):
             ConfigError: the model or the settings cannot work.
             Exception: whatever building the runner raised.
         """
-        self.worker.start(lambda _error: self._ready.set(), lambda: self._listener(self))
+        self.worker.start(lambda _error: self._ready.set(), lambda: self._on_exit(self))
         try:
             self._ready.wait()
         except BaseException:
@@ -165,61 +119,73 @@ class ThreadSession(Life):
 
     def submit(self, ticket: Ticket, prepared: Prepared) -> None:
         """Hand a planned request to the worker; its replies are registered. Never waits."""
-        slot = Slot(ticket.request_id, self.bridge, len(ticket.replies))
-        lanes: list[Lane] = []
-        for index, reply in enumerate(ticket.replies):
-            reply.slot = slot
+        slot = Slot(ticket.request_id, self, len(ticket.replies))
+        for reply in ticket.replies:
             reply.prompt_ids = prepared.prompt_token_ids
-            lanes.append(ThreadLane(slot, index, reply))
+            reply.cancel = functools.partial(self.put, (EngineCore.abort, slot))
         if prepared.max_output_tokens == 0:
-            end = End("length", None, Usage(len(prepared.prompt_token_ids), 0), RequestMetrics(None, None, 0.0))
-            self.bridge.post([Delta(lane, (), "", None, end) for lane in lanes])
+            self._router.end(ticket.replies, End("length"))
             return
-        self.bridge.line.enter(len(lanes))
-        age = time.perf_counter() - ticket.replies[0].created_time
+        self._line.enter(len(ticket.replies))
+        first = ticket.replies[0]
+        age = time.perf_counter() - first.created_time
         submission = Submission(
             slot,
-            tuple(lanes),
+            tuple(ThreadLane(slot, index, reply) for index, reply in enumerate(ticket.replies)),
             prepared.prompt_token_ids,
             prepared.sampling,
             prepared.max_output_tokens,
             time.monotonic() - age,
-            stream_interval=ticket.interval,
+            # One delivery per token, or one at the end.
+            stream_interval=1 if first.is_streaming or first.timestamps is not None else None,
         )
         self.put((EngineCore.submit, submission))
 
-    def cancel(self, slot: Slot) -> None:
-        """End a request at the next step; its last output says so."""
-        self.put((EngineCore.abort, slot))
-
-    def wait_for_room(self, timeout: float | None) -> None:
-        """Wait, with the router's lock held, until the queue has moved on, the session ends or the time is over."""
-        self.bridge.num_waiting += 1
+    def wait_for_room(self, count: int, is_over: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait, with the router's lock held, for room in the queue or until `is_over`; False when the time is over."""
+        if self.room.has_room(count):
+            return True
+        if count > self.room.limit:
+            return False
+        self.num_waiting += 1
         try:
-            self.put((EngineCore.watch_room, self.bridge))
-            self.bridge.moved.wait(timeout)
+            self.put((EngineCore.watch_room, self))
+            return self._router.moved.wait_for(lambda: self.room.has_room(count) or is_over(), timeout)
         finally:
-            self.bridge.num_waiting -= 1
+            self.num_waiting -= 1
+
+    # ── what the worker calls: see `Bridge` ──────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_waiting_for_room(self) -> bool:
+        """True when a thread waits for a place in the bounded queue."""
+        return self.num_waiting > 0
+
+    def post(self, batch: list[Delta]) -> bool:
+        """Deliver; True, because the readers are threads of this process."""
+        if self.num_waiting:
+            with self._router.lock:
+                self._router.moved.notify_all()
+        if batch:
+            self._router.deliver(
+                [(cast("ThreadLane", lane).reply, tokens, logprobs, end) for lane, tokens, _, logprobs, end in batch]
+            )
+        return True
+
+    def lane_ended(self, lane: Lane) -> None:
+        """Nothing to count: the router does."""
+
+    def wake(self, slot: Slot) -> None:
+        """Nobody is parked on a slot."""
 
     # ── holding ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def hold(self) -> threading.Event:
         """Ask the worker to pause; the event is set once no step runs. Holds add up."""
-        with self._lock:
-            self._num_holds += 1
-            if self._num_holds == 1:
-                self.held = threading.Event()
-                self.put((EngineCore.pause, self.held.set))
-            return self.held
+        self.held = threading.Event()
+        self.put((EngineCore.pause, self.held.set))
+        return self.held
 
     def unhold(self) -> None:
         """Give up one hold. After the last one steps go on, over the weights as they are then."""
-        with self._lock:
-            self._num_holds -= 1
-            if self._num_holds == 0:
-                self.put((EngineCore.unpause, None))
-
-
-def _reply(lane: Lane) -> Reply:
-    assert isinstance(lane, ThreadLane)
-    return lane.reply
+        self.put((EngineCore.unpause, None))

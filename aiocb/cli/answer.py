@@ -1,0 +1,61 @@
+"""One answer as it arrives: its text, its figures, and what Ctrl-C does to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiocb.engine.engine import Engine
+    from aiocb.engine.stream import Stream
+
+__all__ = ["Answer"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Answer:
+    """What has come of a request so far.
+
+    Attributes:
+        first_s, last_s: seconds to the first and to the latest token.
+        num_interrupts: how often Ctrl-C was pressed.
+    """
+
+    text: str = ""
+    num_tokens: int = 0
+    first_s: float | None = None
+    last_s: float = 0.0
+    finish_reason: str | None = None
+    num_interrupts: int = 0
+    stream: Stream | None = None
+
+    async def read(
+        self, engine: Engine, prompt: Any, arguments: dict[str, Any], show: Callable[[str], object] | None = None
+    ) -> None:
+        """Stream the answer; None among the arguments is unset.
+
+        Raises:
+            RequestError: the request was refused or has failed.
+        """
+        started = time.perf_counter()
+        self.stream = engine.stream(prompt, **{name: value for name, value in arguments.items() if value is not None})
+        async with self.stream as stream:
+            if self.num_interrupts:
+                stream.finish()  # pressed before there was anything to finish
+            async for chunk in stream:
+                if chunk.token_ids:
+                    self.last_s = time.perf_counter() - started
+                    self.first_s = self.first_s or self.last_s
+                self.num_tokens += len(chunk.token_ids)
+                self.text += chunk.text
+                self.finish_reason = chunk.finish_reason
+                if show is not None:
+                    show(chunk.text)
+
+    def interrupt(self) -> None:
+        """First Ctrl-C: end with the next step and show what is there. Second: do not even wait for that."""
+        self.num_interrupts += 1
+        if self.stream is not None:
+            self.stream.finish() if self.num_interrupts == 1 else self.stream.close()
