@@ -28,8 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from aiocb.attention.base import AttentionBackend, LayerSpec
 from aiocb.errors import ConfigError
 from aiocb.model.eager.batch import pack
-from aiocb.model.eager.handlers import KEPT_KEYS, Handler, NotPlainError, PagedHandler, Recorder
-from aiocb.model.eager.masks import MaskKind, MaskRecorder
+from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
+from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.positions import find_tables, learn_tables, sequence_bound
 from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
@@ -71,53 +71,41 @@ def _current() -> _Pass:
     return current
 
 
-def _attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    return _current().handler.attend(module, query, key, value, attention_mask, scaling, options), None
+def _attention_forward(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    return _current().handler.attend(AttentionCall.read(*args, **options)), None
 
 
 def _probe_mask(
     q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any = "cpu", **_: Any
 ) -> Tensor:
-    handler = _current().handler
-    assert isinstance(handler, MaskRecorder)
-    return handler.make_mask(mask_function, q_length, kv_length, torch.device(device))
+    recorder: Any = _current().handler
+    mask: Tensor = recorder.make_mask(mask_function, q_length, kv_length, torch.device(device))
+    return mask
 
 
-def _register() -> None:
-    """Make the names known to transformers. Idempotent."""
-    for name in (ATTENTION_NAME, PROBE_NAME):
-        if ALL_ATTENTION_FUNCTIONS.get(name) is not _attention_forward:
-            ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
-    if ALL_MASK_ATTENTION_FUNCTIONS.get(PROBE_NAME) is not _probe_mask:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
+ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
 
 
 class _Unanswered(NotPlainError, AttributeError):
     """Asked of the cache, which has no such thing: `hasattr` says no, and a model that goes on is refused."""
 
 
-class _Layer:
-    """Every layer of `StepCache`, for models that look at `cache.layers`."""
-
-    is_sliding = False
-    is_initialized = False
-    is_compileable = False
-    supports_early_init = False
-    keys = None
-    values = None
+class _Refusing:
+    """What it does not have, nobody may ask for."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _Unanswered(f"it works on its cache by itself ({name} of a layer)")
+        raise _Unanswered(f"it works on its cache by itself ({name})")
+
+
+class _Layer(_Refusing):
+    """Every layer of `StepCache`, for models that look at `cache.layers`."""
+
+    is_sliding = is_initialized = is_compileable = supports_early_init = False
+    keys = values = None
 
     def get_seq_length(self) -> Any:
         return _current().past
@@ -141,24 +129,15 @@ def _refuses(reason: str) -> Callable[..., Any]:
     return method
 
 
-class StepCache(Cache):
+class StepCache(_Refusing, Cache):
     """What the model takes for its cache: hands everything to the active handler and holds nothing itself."""
 
-    is_compileable = False
-    has_previous_state = _refuses("it keeps a recurrent state (has_previous_state)")
-    get_recurrent_state = _refuses("it keeps a recurrent state (get_recurrent_state)")
-    update_recurrent_state = _refuses("it keeps a recurrent state (update_recurrent_state)")
-    get_conv_state = _refuses("it keeps a convolution state (get_conv_state)")
-    update_conv_state = _refuses("it keeps a convolution state (update_conv_state)")
-    update_indexer = _refuses("it selects keys with an indexer (update_indexer)")
+    has_previous_state = get_recurrent_state = update_recurrent_state = _refuses("it keeps a recurrent state")
+    get_conv_state = update_conv_state = _refuses("it keeps a convolution state")
+    update_indexer = _refuses("it selects keys with an indexer")
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_LAYER] * num_layers)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _Unanswered(f"it works with a cache of its own ({name})")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Hand new keys and values [1, K, T, D] to the active handler."""
@@ -167,10 +146,6 @@ class StepCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return 0, as positions are passed explicitly, unless the model counts positions from it."""
         return _current().past
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: no bound of its own."""
-        return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the sizes of a mask over this step's tokens alone."""
@@ -197,7 +172,6 @@ class ModelAdapter:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        _register()
         self.view = View(model, ATTENTION_NAME)
         self.device: torch.device = model.device
         self._arguments = _forward_arguments(self.view.model)
@@ -225,35 +199,28 @@ class ModelAdapter:
         except NotPlainError:
             raise
         except Exception:
-            self._dry_run(handler=MaskRecorder())  # may say why
+            self._dry_run(attention=PROBE_NAME)  # may say why
             raise NotPlainError("it works on its attention mask by itself") from None
-        assert recorder.dtype is not None
         self.dtype: torch.dtype = recorder.dtype
         self.vocab_size = int(logits.shape[-1])
         self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
-        masks = self._learn_masks()
-        for layer, name in recorder.unsure.items():
-            if layer not in masks:
-                raise NotPlainError(f"{name} is not causal")
-        self._obey_masks(masks)
+        self._learn_masks(recorder.unsure)
         self._check_layers(len(recorder.attending))
         self._learn_tables()
         self._learn_counting()
 
-    def _learn_masks(self) -> dict[int, MaskKind]:
-        """Let the model build its masks once, and learn what they hide."""
-        recorder = MaskRecorder()
+    def _learn_masks(self, unsure: Mapping[int, str]) -> None:
+        """Let the model build its masks once: take windows from them, and the length of chunks for a bound."""
         try:
-            self._dry_run(handler=recorder)
+            masks = self._dry_run(attention=PROBE_NAME)[0].masks
         except NotPlainError:
             raise
         except Exception:
             # A model that cannot work with such a mask: what its modules say has to do.
-            return {}
-        return recorder.kinds
-
-    def _obey_masks(self, masks: Mapping[int, MaskKind]) -> None:
-        """Take windows from the masks, and bound the length where a mask cuts the sequence into chunks."""
+            masks = {}
+        for layer, name in unsure.items():
+            if layer not in masks:
+                raise NotPlainError(f"{name} is not causal")
         for layer, kind in masks.items():
             self.specs[layer] = self.specs[layer]._replace(window=kind.window)
             if kind.chunk is not None:
@@ -303,13 +270,13 @@ class ModelAdapter:
             raise NotPlainError("it computes with the length of its cache")
 
     def _dry_run(
-        self, positions: Tensor | None = None, handler: Recorder | None = None, past: int = 0
+        self, positions: Tensor | None = None, attention: str = ATTENTION_NAME, past: int = 0
     ) -> tuple[Recorder, Tensor]:
         """Run three tokens of one request and write down what the layers ask for."""
-        recorder = Recorder() if handler is None else handler
+        recorder = Recorder()
         ids = torch.tensor([probe_ids(self.view.model, 3)], device=self.device)
         positions = torch.arange(3, device=self.device) if positions is None else positions
-        self.view.name_attention(PROBE_NAME if isinstance(recorder, MaskRecorder) else ATTENTION_NAME)
+        self.view.name_attention(attention)
         try:
             rows = torch.tensor([0, 2], device=self.device)
             logits = self.forward(ids, positions.unsqueeze(0), rows, recorder, past)

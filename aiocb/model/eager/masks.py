@@ -7,20 +7,21 @@ that no step ever uses. The mask counts where it and the module disagree: it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from aiocb.model.eager.handlers import KEPT_KEYS, NotPlainError, Recorder
-
-__all__ = ["MaskKind", "MaskRecorder", "kind_of"]
+__all__ = ["MaskFunction", "MaskKind", "NotPlainError", "kind_of"]
 
 _FAR = 1 << 24
 
 MaskFunction = Callable[..., Any]
 """Of (batch, head, query, key): True where the query sees the key."""
+
+
+class NotPlainError(Exception):
+    """The model asks something of its cache, its masks or its attention that packed execution does not answer."""
 
 
 class MaskKind(NamedTuple):
@@ -62,44 +63,3 @@ def kind_of(mask_function: MaskFunction) -> MaskKind:
         if boundary - oldest > 0 and oldest % (boundary - oldest) == 0:
             return MaskKind(chunk=boundary - oldest)
     raise NotPlainError("its mask is neither full, nor a window, nor in chunks")
-
-
-class MaskRecorder(Recorder):
-    """Handler of the second dry run: hands out masks, and notes which layer gets which.
-
-    Attributes:
-        kinds: by layer, where the mask that was handed out arrived unchanged.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: dict[int, MaskKind] = {}
-        self._handed_out: dict[int, tuple[Tensor, MaskFunction]] = {}
-
-    def make_mask(self, mask_function: MaskFunction, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """Make a causal mask that is recognised when it comes back: [1, 1, num_queries, num_keys]."""
-        mask = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device).tril()
-        self._handed_out[mask.untyped_storage().data_ptr()] = (mask, mask_function)
-        return mask
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """Attend plainly, and note the kind of the mask."""
-        out = super().attend(module, query, key, value, None, scaling, options)
-        if isinstance(mask, Tensor) and self.layer is not None:
-            known = self._handed_out.get(mask.untyped_storage().data_ptr())
-            if hasattr(module, KEPT_KEYS) and len(self._handed_out) == 1:  # put into a bias
-                known = next(iter(self._handed_out.values()))
-            if known is not None:
-                kind = kind_of(known[1])
-                if self.kinds.setdefault(self.layer, kind) != kind:
-                    raise NotPlainError(f"layer {self.layer} is attended to with different masks")
-        return out

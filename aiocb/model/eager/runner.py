@@ -20,6 +20,7 @@ from torch import Tensor
 from aiocb.attention.base import KVFormat
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, pack_linears
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
@@ -86,10 +87,8 @@ class TorchRunner(ImmediateRunner):
         self._uses_native = self._backend.name == "cpu"
         self._linears, linears_choice = pack_linears(adapter.view.model, self._backend, config)
         self._uses_native |= self._linears is not None
-        kv_format, name = KVFormat.of(adapter.dtype), self._backend.name
-        page_size, page_choice = choose_page_size(
-            config, self._backend.capabilities.default_page_size, f"attention {name!r}"
-        )
+        kv_format = KVFormat.of(adapter.dtype)
+        page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
         layout, layout_choice = choose_layout(
             kv_format, adapter.specs.values(), page_size, config, self._max_model_len, adapter.device
         )
