@@ -40,7 +40,7 @@ from aiocb.step import StepEntry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION_NAME", "ModelAdapter", "text_config"]
+__all__ = ["ATTENTION_NAME", "ModelAdapter"]
 
 ATTENTION_NAME = "aiocb"
 PROBE_NAME = "aiocb-probe"
@@ -61,14 +61,9 @@ class _Pass(NamedTuple):
     past: Any
 
 
-_PASS: ContextVar[_Pass | None] = ContextVar("aiocb_pass", default=None)
-
-
-def _current() -> _Pass:
-    current = _PASS.get()
-    if current is None:
-        raise RuntimeError("the attention or the cache of an engine was used outside of its step")
-    return current
+_PASS: ContextVar[_Pass] = ContextVar("aiocb_pass")
+_current = _PASS.get
+"""Only a step, or a dry run, has one."""
 
 
 def _attention_forward(*args: Any, **options: Any) -> tuple[Tensor, None]:

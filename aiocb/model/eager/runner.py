@@ -27,7 +27,7 @@ from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
 from aiocb.model.parity import check_parity as check_parity_of
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
-from aiocb.step import CacheLayout, ImmediateRunner, StepEntry, StepPlan, StepResult
+from aiocb.step import ImmediateRunner, StepEntry, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,57 +65,40 @@ class TorchRunner(ImmediateRunner):
         self._linears: PackedLinears | None = None
         self._num_threads = config.num_threads
         self._sampler = sampler
-        self._vocab_size = self._adapter.vocab_size
+        self.vocab_size = self._adapter.vocab_size
+        self.device_type: str = self._adapter.device.type
         bound, reason = self._adapter.length_bound
-        self._max_model_len = min(max_model_len, bound)
-        self._length = (Choice("max_model_len", str(bound), reason),) if bound < max_model_len else ()
-        self._uses_native = False
-        self.choices: Sequence[Choice] = ()
+        self.max_model_len = min(max_model_len, bound)
+        length = (Choice("max_model_len", str(bound), reason),) if bound < max_model_len else ()
         try:
-            self._assemble(config, check_parity)
+            choices = self._assemble(config, check_parity)
         except ConfigError as error:
             if config.native is not None or not self._uses_native:
                 raise
             self._close_linears()
-            self._assemble(dataclasses.replace(config, native=False), check_parity)
-            self.choices = (Choice("generic kernels", "off", str(error)), *self.choices)
+            choices = self._assemble(dataclasses.replace(config, native=False), check_parity)
+            length = (Choice("generic kernels", "off", str(error)), *length)
+        self.choices: Sequence[Choice] = (*length, *choices)
 
-    def _assemble(self, config: EngineConfig, check_parity: bool) -> None:
+    def _assemble(self, config: EngineConfig, check_parity: bool) -> list[Choice]:
         """Choose attention and linears, size the cache, and compare with the model's own forward."""
         adapter = self._adapter
+        self._uses_native = False
         self._backend, attention_choice = choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
         self._uses_native = self._backend.name == "cpu"
         self._linears, linears_choice = pack_linears(adapter.view.model, self._backend, config)
         self._uses_native |= self._linears is not None
         kv_format = KVFormat.of(adapter.dtype)
         page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
-        layout, layout_choice = choose_layout(
-            kv_format, adapter.specs.values(), page_size, config, self._max_model_len, adapter.device
+        self.cache_layout, layout_choice = choose_layout(
+            kv_format, adapter.specs.values(), page_size, config, self.max_model_len, adapter.device
         )
-        self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
-        self._records = Records(len(layout.groups))
-        parity = (check_parity_of(self._model, self, kv_format.name),) if check_parity else ()
-        self.choices = (*self._length, attention_choice, linears_choice, page_choice, layout_choice, *parity)
-
-    @property
-    def cache_layout(self) -> CacheLayout:
-        """The paged cache that this runner holds."""
-        return self._cache.layout
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the logits."""
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens (prompt and output) of a request."""
-        return self._max_model_len
-
-    @property
-    def device_type(self) -> str:
-        """Where the model is."""
-        return self._adapter.device.type
+        self._cache = PagedCache(self._backend, adapter.specs, self.cache_layout, adapter.dtype, adapter.device)
+        self._records = Records(len(self.cache_layout.groups))
+        choices = [attention_choice, linears_choice, page_choice, layout_choice]
+        if check_parity:
+            choices.append(check_parity_of(self._model, self, kv_format.name))
+        return choices
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample; see `step.Runner`."""

@@ -56,9 +56,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "transformers", "acc
 
 def text_config(model: Any) -> Any:
     """The config of the decoder: nested in composite models."""
-    config: Any = model.config
-    getter = getattr(config, "get_text_config", None)
-    return config if getter is None else getter(decoder=True)
+    return model.config.get_text_config(decoder=True)
 
 
 class View:
