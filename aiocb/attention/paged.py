@@ -143,9 +143,12 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TorchBackend:
-    """Base of the plain torch backends: they differ in how they attend."""
+    """Explicit softmax in the model's own dtype, one sequence after the other: honours everything.
 
-    name = "torch"
+    The other plain torch backends differ from it in how they attend.
+    """
+
+    name = "eager"
     capabilities = Capabilities()
 
     def allocate(

@@ -87,32 +87,11 @@ class _Unanswered(NotPlainError, AttributeError):
     """Asked of the cache, which has no such thing: `hasattr` says no, and a model that goes on is refused."""
 
 
-class _Refusing:
-    """What it does not have, nobody may ask for."""
+class _NoLayers(list[Any]):
+    """Of the cache: there are none to look at, and who wants a certain one is refused."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _Unanswered(f"it works on its cache by itself ({name})")
-
-
-class _Layer(_Refusing):
-    """Every layer of `StepCache`, for models that look at `cache.layers`."""
-
-    is_sliding = is_initialized = is_compileable = supports_early_init = False
-    keys = values = None
-
-    def get_seq_length(self) -> Any:
-        return _current().past
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-
-_LAYER: Any = _Layer()
+    def __getitem__(self, index: Any) -> Any:
+        raise NotPlainError("it works on its cache by itself, layer by layer")
 
 
 def _refuses(reason: str) -> Callable[..., Any]:
@@ -124,15 +103,20 @@ def _refuses(reason: str) -> Callable[..., Any]:
     return method
 
 
-class StepCache(_Refusing, Cache):
+class StepCache(Cache):
     """What the model takes for its cache: hands everything to the active handler and holds nothing itself."""
 
     has_previous_state = get_recurrent_state = update_recurrent_state = _refuses("it keeps a recurrent state")
     get_conv_state = update_conv_state = _refuses("it keeps a convolution state")
     update_indexer = _refuses("it selects keys with an indexer")
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_LAYER] * num_layers)
+    def __init__(self) -> None:
+        super().__init__(layers=_NoLayers())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _Unanswered(f"it works on its cache by itself ({name})")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Hand new keys and values [1, K, T, D] to the active handler."""
@@ -141,6 +125,10 @@ class StepCache(_Refusing, Cache):
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return 0, as positions are passed explicitly, unless the model counts positions from it."""
         return _current().past
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: no bound of its own."""
+        return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Return the sizes of a mask over this step's tokens alone."""
@@ -170,7 +158,6 @@ class ModelAdapter:
         self.view = View(model, ATTENTION_NAME)
         self.device: torch.device = model.device
         self._arguments = _forward_arguments(self.view.model)
-        self._num_layers = 4096  # any index is answered in the dry run
         self._counts_by_cache = False
         self.length_bound = sequence_bound(text_config(model))
         try:
@@ -181,7 +168,6 @@ class ModelAdapter:
         except Exception as error:
             reason = f"its dry run failed with {type(error).__name__}: {error}"
             raise ConfigError(_refusal(model, reason)) from error
-        self._num_layers = max(self.specs) + 1
 
     def _learn(self) -> None:
         """Find out what the layers ask for, what their masks hide, and where positions come from."""
@@ -226,19 +212,18 @@ class ModelAdapter:
             self.length_bound = length, reason
 
     def _learn_tables(self) -> None:
-        """Find tables of positions that would not get the packed ones, and tell them."""
+        """Find tables of positions, and tell them the packed ones."""
         model = self.view.model
         tables = find_tables(model)
         if not tables:
             return
         ids = torch.tensor([probe_ids(model, 3)], device=self.device)
-        gaps = torch.tensor([0, 2, 5], device=self.device)
 
         def run_own() -> None:
             self.view.name_attention("eager")  # which every model has
             model(input_ids=ids, use_cache=False)
 
-        learned, bound = learn_tables(tables, gaps, run_own, lambda: self._dry_run(gaps))
+        learned, bound = learn_tables(tables, run_own)
         self._bound_length(bound, "rows of its table of positions")
         for table in learned:
             table.tell(lambda: _current().positions)
@@ -312,7 +297,7 @@ class ModelAdapter:
         self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
     ) -> Tensor:
         """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
-        values: dict[str, Any] = {self._arguments.cache: StepCache(self._num_layers), "use_cache": True}
+        values: dict[str, Any] = {self._arguments.cache: StepCache(), "use_cache": True}
         if self._arguments.takes_positions:
             values["position_ids"] = positions
         if self._arguments.takes_logit_rows:

@@ -24,7 +24,7 @@ from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, pack_linears
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
-from aiocb.model.parity import check_parity as check_parity_of
+from aiocb.model.parity import check_parity
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
 from aiocb.step import ImmediateRunner, StepEntry, StepPlan, StepResult
@@ -45,7 +45,6 @@ class TorchRunner(ImmediateRunner):
         config: page size, blocks, memory and attention are taken from it.
         sampler: called once per step.
         max_model_len: most tokens of a request.
-        check_parity: compare one prompt with the model's own forward.
 
     Raises:
         ConfigError: the model, the attention backend or the cache cannot work.
@@ -58,7 +57,6 @@ class TorchRunner(ImmediateRunner):
         sampler: Sampler,
         *,
         max_model_len: int,
-        check_parity: bool = True,
     ) -> None:
         self._model = model
         self._adapter = ModelAdapter(model)
@@ -71,16 +69,16 @@ class TorchRunner(ImmediateRunner):
         self.max_model_len = min(max_model_len, bound)
         length = (Choice("max_model_len", str(bound), reason),) if bound < max_model_len else ()
         try:
-            choices = self._assemble(config, check_parity)
+            choices = self._assemble(config)
         except ConfigError as error:
             if config.native is not None or not self._uses_native:
                 raise
             self._close_linears()
-            choices = self._assemble(dataclasses.replace(config, native=False), check_parity)
+            choices = self._assemble(dataclasses.replace(config, native=False))
             length = (Choice("generic kernels", "off", str(error)), *length)
         self.choices: Sequence[Choice] = (*length, *choices)
 
-    def _assemble(self, config: EngineConfig, check_parity: bool) -> list[Choice]:
+    def _assemble(self, config: EngineConfig) -> list[Choice]:
         """Choose attention and linears, size the cache, and compare with the model's own forward."""
         adapter = self._adapter
         self._uses_native = False
@@ -95,10 +93,8 @@ class TorchRunner(ImmediateRunner):
         )
         self._cache = PagedCache(self._backend, adapter.specs, self.cache_layout, adapter.dtype, adapter.device)
         self._records = Records(len(self.cache_layout.groups))
-        choices = [attention_choice, linears_choice, page_choice, layout_choice]
-        if check_parity:
-            choices.append(check_parity_of(self._model, self, kv_format.name))
-        return choices
+        parity = check_parity(self._model, self, kv_format.name)
+        return [attention_choice, linears_choice, page_choice, layout_choice, parity]
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample; see `step.Runner`."""
