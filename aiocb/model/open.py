@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from aiocb.model.request import Candidate
     from aiocb.step import Runner
 
-__all__ = ["QUANTIZATIONS", "open_model"]
-
-QUANTIZATIONS = (None, "int8")
+__all__ = ["open_model"]
 
 
 def open_model(request: ModelRequest) -> Opened:
@@ -31,7 +29,7 @@ def open_model(request: ModelRequest) -> Opened:
     """
     from aiocb.model.native import build as native
 
-    if request.quantization not in QUANTIZATIONS:
+    if request.quantization not in (None, "int8"):
         raise ConfigError(
             f"quantization={request.quantization!r} is unknown: 'int8', or None for the weights as they are"
         )

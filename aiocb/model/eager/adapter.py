@@ -30,7 +30,7 @@ from aiocb.errors import ConfigError
 from aiocb.model.eager.batch import pack
 from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
 from aiocb.model.eager.masks import NotPlainError
-from aiocb.model.eager.positions import find_tables, learn_tables, sequence_bound
+from aiocb.model.eager.positions import learn_tables, sequence_bound
 from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
 from aiocb.model.parity import probe_ids
@@ -67,7 +67,7 @@ _current = _PASS.get
 
 
 def _attention_forward(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    return _current().handler.attend(AttentionCall.read(*args, **options)), None
+    return _current().handler.attend(AttentionCall(*args, **options)), None
 
 
 def _probe_mask(
@@ -157,17 +157,32 @@ class ModelAdapter:
     def __init__(self, model: PreTrainedModel) -> None:
         self.view = View(model, ATTENTION_NAME)
         self.device: torch.device = model.device
-        self._arguments = _forward_arguments(self.view.model)
         self._counts_by_cache = False
         self.length_bound = sequence_bound(text_config(model))
         try:
             with torch.inference_mode():
+                self._learn_arguments()
                 self._learn()
         except NotPlainError as error:
             raise ConfigError(_refusal(model, str(error))) from error
         except Exception as error:
             reason = f"its dry run failed with {type(error).__name__}: {error}"
             raise ConfigError(_refusal(model, reason)) from error
+
+    def _learn_arguments(self) -> None:
+        """Find out how this model's forward wants its arguments."""
+        model = self.view.model
+        parameters = inspect.signature(model.forward).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        # What passes any keyword on has its parameters from a module within.
+        modules = model.modules() if takes_any else [model]
+        names = (name for module in modules for name in inspect.signature(module.forward).parameters)
+        # transformers 5.2x renamed past_key_values to cache.
+        self._cache_argument = next((name for name in names if name in ("cache", "past_key_values")), "")
+        if not self._cache_argument:
+            raise NotPlainError("its forward takes no cache")
+        self._takes_positions = "position_ids" in parameters or takes_any
+        self._takes_logit_rows = "logits_to_keep" in parameters
 
     def _learn(self) -> None:
         """Find out what the layers ask for, what their masks hide, and where positions come from."""
@@ -214,16 +229,13 @@ class ModelAdapter:
     def _learn_tables(self) -> None:
         """Find tables of positions, and tell them the packed ones."""
         model = self.view.model
-        tables = find_tables(model)
-        if not tables:
-            return
         ids = torch.tensor([probe_ids(model, 3)], device=self.device)
 
         def run_own() -> None:
             self.view.name_attention("eager")  # which every model has
             model(input_ids=ids, use_cache=False)
 
-        learned, bound = learn_tables(tables, run_own)
+        learned, bound = learn_tables(model, run_own)
         self._bound_length(bound, "rows of its table of positions")
         for table in learned:
             table.tell(lambda: _current().positions)
@@ -297,10 +309,10 @@ class ModelAdapter:
         self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
     ) -> Tensor:
         """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
-        values: dict[str, Any] = {self._arguments.cache: StepCache(), "use_cache": True}
-        if self._arguments.takes_positions:
+        values: dict[str, Any] = {self._cache_argument: StepCache(), "use_cache": True}
+        if self._takes_positions:
             values["position_ids"] = positions
-        if self._arguments.takes_logit_rows:
+        if self._takes_logit_rows:
             values["logits_to_keep"] = logit_rows
         if self._counts_by_cache:
             # Such models add the length to 0, 1, 2, ...: what is added here makes the packed positions of it.
@@ -310,29 +322,9 @@ class ModelAdapter:
             logits: Tensor = self.view.model(input_ids=input_ids, **values).logits  # [1, N, V]
         finally:
             _PASS.reset(token)
-        if not self._arguments.takes_logit_rows:
+        if not self._takes_logit_rows:
             logits = logits.index_select(1, logit_rows)
         return logits[0]
-
-
-class _Arguments(NamedTuple):
-    """How this model's forward wants its arguments."""
-
-    cache: str
-    takes_positions: bool
-    takes_logit_rows: bool
-
-
-def _forward_arguments(model: PreTrainedModel) -> _Arguments:
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    # transformers 5.2x renamed past_key_values to cache; what passes any keyword on has it from a module within.
-    for module in model.modules() if takes_any else [model]:
-        names = inspect.signature(module.forward).parameters
-        cache = next((name for name in ("cache", "past_key_values") if name in names), None)
-        if cache is not None:
-            return _Arguments(cache, "position_ids" in parameters or takes_any, "logits_to_keep" in parameters)
-    raise ConfigError(_refusal(model, "its forward takes no cache"))
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> str:

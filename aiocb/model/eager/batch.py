@@ -70,13 +70,14 @@ def pack(
     row_of_token = np.repeat(np.arange(len(rows)), new)
     positions = np.arange(starts[-1], dtype=_INT) + (computed - starts[:-1])[row_of_token]
 
+    last_pages = -(-lengths // page_size)
     groups = []
     for index, (window, *_) in enumerate(layout.groups):
         first_pages = np.zeros_like(computed) if window is None else np.maximum(computed - window + 1, 0) // page_size
-        visible = zip(owners, first_pages.tolist(), (-(-lengths // page_size)).tolist(), strict=True)
+        visible = zip(owners, first_pages.tolist(), last_pages.tolist(), strict=True)
         tables = [record.tables[index][first:last] for record, first, last in visible]
         pages = np.frombuffer(array("i", chain.from_iterable(tables)), dtype=np.int32)
-        page_starts = _bounds(-(-lengths // page_size) - first_pages)
+        page_starts = _bounds(last_pages - first_pages)
         if len(pages) != page_starts[-1]:
             raise ValueError("a block table is shorter than the tokens that it has to hold")
         place = positions // page_size + (page_starts[:-1] - first_pages)[row_of_token]

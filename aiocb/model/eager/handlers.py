@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ KEPT_KEYS = "keep_window_size"
 """Attribute of modules that add a bias of their own to the scores, and hide all but so many keys (Doge)."""
 
 
-class AttentionCall(NamedTuple):
-    """What an attention module asks for.
+class AttentionCall:
+    """What an attention module asks for, read from the arguments that it gives to its attention function.
 
     Attributes:
         module: that asks.
@@ -45,20 +45,10 @@ class AttentionCall(NamedTuple):
         options: all keywords.
     """
 
-    module: torch.nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    scaling: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-    options: Mapping[str, Any]
+    __slots__ = ("key", "mask", "module", "options", "query", "scaling", "sinks", "softcap", "value", "window")
 
-    @classmethod
-    def read(
-        cls,
+    def __init__(
+        self,
         module: torch.nn.Module,
         query: Tensor,
         key: Tensor,
@@ -66,23 +56,16 @@ class AttentionCall(NamedTuple):
         attention_mask: Tensor | None,
         scaling: float | None = None,
         **options: Any,
-    ) -> AttentionCall:
-        """Read the arguments that modules give to an attention function."""
+    ) -> None:
+        self.module, self.query, self.key, self.value, self.mask = module, query, key, value, attention_mask
         # None that is passed means full attention; only where nothing is passed does the module's own value count.
         window = options["sliding_window"] if "sliding_window" in options else getattr(module, "sliding_window", None)
         softcap = options.get("softcap")
-        return cls(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            int(window) if window else None,
-            float(softcap) if softcap else None,
-            options.get("s_aux"),
-            options,
-        )
+        self.window: int | None = int(window) if window else None
+        self.softcap: float | None = float(softcap) if softcap else None
+        self.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self.sinks: Tensor | None = options.get("s_aux")
+        self.options = options
 
 
 class Handler(ABC):
@@ -144,7 +127,7 @@ class Recorder(Handler):
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Note the keys and values, and hand back what came."""
         self._check_attended()
-        if key.dim() != 4 or key.shape[0] != 1 or value.dim() != 4 or key.shape[2] != value.shape[2]:
+        if key.dim() != 4 or value.dim() != 4 or len(key) != 1 or key.shape[:3] != value.shape[:3]:
             raise NotPlainError(f"layer {layer} caches tensors of shape {tuple(key.shape)} and {tuple(value.shape)}")
         first = next(iter(self.updates.values()), (key, value))[0]
         if key.dtype != first.dtype or value.dtype != first.dtype:
@@ -153,8 +136,6 @@ class Recorder(Handler):
             raise NotPlainError(f"layer {layer} is on {key.device}, others on {first.device}; put it on one device")
         if layer in self.updates:
             raise NotPlainError(f"layer {layer} updates the cache twice in one pass")
-        if value.shape[1] != key.shape[1]:
-            raise NotPlainError(f"layer {layer} has {key.shape[1]} key and {value.shape[1]} value heads")
         self.updates[layer] = key, value
         self._pending = layer
         return key, value

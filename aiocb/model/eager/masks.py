@@ -7,6 +7,7 @@ that no step ever uses. The mask counts where it and the module disagree: it is 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,25 +42,21 @@ def kind_of(mask_function: MaskFunction) -> MaskKind:
     def sees(query: int, key: int) -> bool:
         return bool(mask_function(0, 0, torch.tensor(query), torch.tensor(key)))
 
-    def first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
-        # holds(low) is false and holds(high) is true.
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle, high)
-        return high
-
     query = _FAR + 3
     if not sees(query, query) or sees(query, query + 1):
         raise NotPlainError("its mask is not causal")
     if sees(query, 0):
         return MaskKind()
-    oldest = first_true(0, query, lambda key: sees(query, key))
+    oldest = bisect.bisect_left(range(query), True, key=lambda key: sees(query, key))
     window = query - oldest + 1
     if sees(query + 1, oldest + 1) and not sees(query + 1, oldest):
-        if all(sees(query, key) for key in {oldest, oldest + window // 2, query}):
+        samples = {oldest, oldest + window // 2, *range(query - 8, query)}
+        if all(sees(query, key) == (key >= oldest) for key in samples):
             return MaskKind(window=window)
     elif not sees(query + _FAR, query):
-        boundary = first_true(query, query + _FAR, lambda later: not sees(later, query))
+        boundary = query + bisect.bisect_left(
+            range(query, query + _FAR), True, key=lambda later: not sees(later, query)
+        )
         if boundary - oldest > 0 and oldest % (boundary - oldest) == 0:
             return MaskKind(chunk=boundary - oldest)
     raise NotPlainError("its mask is neither full, nor a window, nor in chunks")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PositionTable", "find_tables", "learn_tables", "sequence_bound"]
+__all__ = ["PositionTable", "learn_tables", "sequence_bound"]
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length",
                  "max_target_positions")  # fmt: skip
@@ -84,26 +84,23 @@ class PositionTable(NamedTuple):
         self.module.register_forward_pre_hook(inject, with_kwargs=True)
 
 
-def find_tables(model: nn.Module) -> list[nn.Module]:
-    """Find the modules that may be tables of positions, by name."""
-    found = []
-    for name, module in model.named_modules():
-        label = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
-        if "pos" in label and "embed" in label and not any(True for _ in module.children()):
-            found.append(module)
-    return found
-
-
-def learn_tables(tables: list[nn.Module], run: Callable[[], Any]) -> tuple[list[PositionTable], int]:
-    """Watch how the tables are called in the model's own forward.
+def learn_tables(model: nn.Module, run: Callable[[], Any]) -> tuple[list[PositionTable], int]:
+    """Watch how what may be a table of positions, by its name, is called in the model's own forward.
 
     Args:
-        tables: candidates.
+        model: is searched.
         run: runs a few tokens from position 0, without a cache.
 
     Returns:
         the tables that can be told positions; and how many positions there are in the smallest of them.
     """
+    tables = []
+    for name, module in model.named_modules():
+        label = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+        if "pos" in label and "embed" in label and not any(True for _ in module.children()):
+            tables.append(module)
+    if not tables:
+        return [], _UNBOUNDED
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -127,9 +127,6 @@ class TorchRunner(ImmediateRunner):
         wanted = self._num_threads or before
         if self._linears is not None and self._linears.has_own_threads:
             wanted = 1
-        if wanted == before:
-            yield
-            return
         torch.set_num_threads(wanted)
         try:
             yield
