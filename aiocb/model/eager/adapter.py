@@ -155,7 +155,8 @@ class ModelAdapter:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.view = View(model, ATTENTION_NAME)
+        self.view = View(model)
+        self.view.name_attention(ATTENTION_NAME)
         self.device: torch.device = model.device
         self._counts_by_cache = False
         self.length_bound = sequence_bound(text_config(model))
@@ -190,13 +191,11 @@ class ModelAdapter:
             if hasattr(module, KEPT_KEYS):  # counts the keys of all requests: nothing may be hidden from any of them
                 self._bound_length(getattr(module, KEPT_KEYS), f"{KEPT_KEYS} of its attention")
                 setattr(module, KEPT_KEYS, sys.maxsize)
-        try:
-            recorder, logits = self._dry_run()
-        except NotPlainError:
-            raise
-        except Exception:
+        tried = self._try_dry_run()
+        if tried is None:
             self._dry_run(attention=PROBE_NAME)  # may say why
-            raise NotPlainError("it works on its attention mask by itself") from None
+            raise NotPlainError("it works on its attention mask by itself")
+        recorder, logits = tried
         self.dtype: torch.dtype = recorder.dtype
         self.vocab_size = int(logits.shape[-1])
         self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
@@ -207,13 +206,9 @@ class ModelAdapter:
 
     def _learn_masks(self, unsure: Mapping[int, str]) -> None:
         """Let the model build its masks once: take windows from them, and the length of chunks for a bound."""
-        try:
-            masks = self._dry_run(attention=PROBE_NAME)[0].masks
-        except NotPlainError:
-            raise
-        except Exception:
-            # A model that cannot work with such a mask: what its modules say has to do.
-            masks = {}
+        tried = self._try_dry_run(attention=PROBE_NAME)
+        # A model may be unable to work with such a mask: then, what its modules say has to do.
+        masks = {} if tried is None else tried[0].masks
         for layer, name in unsure.items():
             if layer not in masks:
                 raise NotPlainError(f"{name} is not causal")
@@ -245,21 +240,28 @@ class ModelAdapter:
         longest = self.length_bound[0]
         for far in (max(longest - 8, longest // 2), longest // 2, 0):
             positions = torch.arange(3, device=self.device) + far
-            try:
-                plain = self._dry_run(positions)[1]
+            tried = self._try_dry_run(positions)
+            if tried is not None:
                 break
-            except NotPlainError:
-                raise
-            except Exception:
-                continue
         else:
             raise NotPlainError("its dry run failed at every position but the first ones")
         counted = self._dry_run(positions, past=far)[1]
-        if torch.allclose(plain, counted, rtol=0.0, atol=0.0, equal_nan=True):
+        if torch.allclose(tried[1], counted, rtol=0.0, atol=0.0, equal_nan=True):
             return
         self._counts_by_cache = True
         if not torch.equal(self._dry_run(positions)[1], counted):
             raise NotPlainError("it computes with the length of its cache")
+
+    def _try_dry_run(
+        self, positions: Tensor | None = None, attention: str = ATTENTION_NAME
+    ) -> tuple[Recorder, Tensor] | None:
+        """Return None where the model fails, unless it asks for something that is not there."""
+        try:
+            return self._dry_run(positions, attention)
+        except NotPlainError:
+            raise
+        except Exception:
+            return None
 
     def _dry_run(
         self, positions: Tensor | None = None, attention: str = ATTENTION_NAME, past: int = 0
@@ -284,14 +286,11 @@ class ModelAdapter:
         num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
         if isinstance(num_layers, int) and num_attending < num_layers:
             raise NotPlainError(f"only {num_attending} of its {num_layers} layers use the attention interface")
-        types = getattr(config, "layer_types", None)
-        if not isinstance(types, (list, tuple)) or len(types) != len(self.specs):
+        types = getattr(config, "layer_types", None) or ()
+        if len(types) != len(self.specs):
             return
         for kind, spec in zip(types, self.specs.values(), strict=True):
-            wrong = (kind == "sliding_attention" and spec.window is None) or (
-                kind == "full_attention" and spec.window is not None
-            )
-            if wrong:
+            if (kind, spec.window is None) in (("sliding_attention", True), ("full_attention", False)):
                 raise NotPlainError(
                     f"layer {spec.layer} is {kind} in its configuration but asks its attention for a window of "
                     f"{spec.window}"
