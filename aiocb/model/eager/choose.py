@@ -34,19 +34,10 @@ def choose_backend(
     Raises:
         ConfigError: the configured backend cannot run this model.
     """
-    layers = tuple(specs)
-
-    def refusal(backend: AttentionBackend) -> str | None:
-        sizes = backend.capabilities.page_sizes
-        if sizes and config.page_size not in (None, *sizes):
-            return f"it works on pages of {', '.join(map(str, sizes))} tokens, not {config.page_size}"
-        name = str(dtype).removeprefix("torch.")
-        reasons = (backend.capabilities.refusal(spec, device.type, name) for spec in layers)
-        return next((reason for reason in reasons if reason is not None), None)
-
+    asked = tuple(specs), device.type, str(dtype).removeprefix("torch."), config.page_size
     if config.attention is not None:
         backend = create_backend(config.attention)
-        reason = refusal(backend)
+        reason = backend.capabilities.refusal(*asked)
         if reason is not None:
             raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
         return backend, Choice("attention", config.attention, "configured")
@@ -54,7 +45,7 @@ def choose_backend(
     if config.native is not False and device.type == "cpu":
         try:
             backend = create_backend("cpu")
-            reason = refusal(backend)
+            reason = backend.capabilities.refusal(*asked)
         except ConfigError as error:
             reason = str(error)
         if reason is None:

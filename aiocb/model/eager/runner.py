@@ -27,7 +27,7 @@ from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
 from aiocb.model.parity import check_parity
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
-from aiocb.step import ImmediateRunner, StepEntry, StepPlan, StepResult
+from aiocb.step import CacheLayout, ImmediateRunner, StepEntry, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,9 +64,8 @@ class TorchRunner(ImmediateRunner):
         self._num_threads = config.num_threads
         self._sampler = sampler
         self.vocab_size = self._adapter.vocab_size
-        self.device_type: str = self._adapter.device.type
         bound, reason = self._adapter.length_bound
-        self.max_model_len = min(max_model_len, bound)
+        self._max_model_len = min(max_model_len, bound)
         length = (Choice("max_model_len", str(bound), reason),) if bound < max_model_len else ()
         try:
             choices = self._assemble(config)
@@ -88,13 +87,28 @@ class TorchRunner(ImmediateRunner):
         self._uses_native |= self._linears is not None
         kv_format = KVFormat.of(adapter.dtype)
         page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
-        self.cache_layout, layout_choice = choose_layout(
-            kv_format, adapter.specs.values(), page_size, config, self.max_model_len, adapter.device
+        layout, layout_choice = choose_layout(
+            kv_format, adapter.specs.values(), page_size, config, self._max_model_len, adapter.device
         )
-        self._cache = PagedCache(self._backend, adapter.specs, self.cache_layout, adapter.dtype, adapter.device)
-        self._records = Records(len(self.cache_layout.groups))
+        self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
+        self._records = Records(len(layout.groups))
         parity = check_parity(self._model, self, kv_format.name)
         return [attention_choice, linears_choice, page_choice, layout_choice, parity]
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """The paged cache that this runner holds."""
+        return self._cache.layout
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens (prompt and output) of a request."""
+        return self._max_model_len
+
+    @property
+    def device_type(self) -> str:
+        """Where the model is."""
+        return self._adapter.device.type
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample; see `step.Runner`."""
