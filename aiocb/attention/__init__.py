@@ -16,7 +16,7 @@ BACKENDS: dict[str, str] = {
     "reference": "aiocb.attention.reference:ReferenceBackend",
     "cpu": "aiocb.attention.cpu:CpuBackend",
     "sdpa": "aiocb.attention.sdpa:SdpaBackend",
-    "eager": "aiocb.attention.eager:EagerBackend",
+    "eager": "aiocb.attention.paged:TorchBackend",
 }
 """Name to `module:class`; the class is built without arguments."""
 
@@ -27,10 +27,9 @@ def create_backend(name: str) -> AttentionBackend:
     Raises:
         ConfigError: the name is unknown, or what the backend needs is not installed.
     """
-    try:
-        module, _, attribute = BACKENDS[name].partition(":")
-    except KeyError:
-        raise ConfigError(f"attention {name!r} is unknown; choose one of {', '.join(sorted(BACKENDS))}") from None
+    if name not in BACKENDS:
+        raise ConfigError(f"attention {name!r} is unknown; choose one of {', '.join(sorted(BACKENDS))}")
+    module, _, attribute = BACKENDS[name].partition(":")
     try:
         backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
     except ImportError as error:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -76,49 +78,41 @@ class Capabilities(NamedTuple):
     """What a backend can do; whatever it cannot is refused at start, never dropped.
 
     Attributes:
-        devices: torch device types.
+        devices: torch device types, empty for any.
         dtypes: names of torch dtypes (`"bfloat16"`), empty for any.
-        has_window, has_softcap, has_sinks: honoured.
         has_unequal_dims: Dk and Dv may differ.
         has_gathered: layers that work on what the cache returns can be served.
         max_head_dim: largest D, None for any.
         head_dim_multiple: D must be a multiple of it.
         page_sizes: allowed page sizes, empty for any.
-        default_page_size: taken when nothing is configured.
     """
 
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    devices: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-    has_window: bool = True
-    has_softcap: bool = True
-    has_sinks: bool = True
     has_unequal_dims: bool = True
     has_gathered: bool = True
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     page_sizes: tuple[int, ...] = ()
-    default_page_size: int = 16
 
-    def refusal(self, spec: LayerSpec, device: str, dtype: str) -> str | None:
-        """Say why a layer cannot run here, or None when it can."""
-        if device not in self.devices:
+    def refusal(self, specs: Iterable[LayerSpec], device: str, dtype: str, page_size: int | None) -> str | None:
+        """Say why layers cannot run here on pages of a size (None is any), or None when they can."""
+        if self.page_sizes and page_size not in (None, *self.page_sizes):
+            return f"it works on pages of {', '.join(map(str, self.page_sizes))} tokens, not {page_size}"
+        if self.devices and device not in self.devices:
             return f"it runs on {', '.join(self.devices)}, not on {device}"
         if self.dtypes and dtype not in self.dtypes:
             return f"it computes in {', '.join(self.dtypes)}, not in {dtype}"
-        if spec.window is not None and not self.has_window:
-            return f"layer {spec.layer} has a sliding window"
-        if spec.softcap is not None and not self.has_softcap:
-            return f"layer {spec.layer} caps its scores (softcap)"
-        if spec.has_sinks and not self.has_sinks:
-            return f"layer {spec.layer} has attention sinks"
-        if spec.is_gathered and not self.has_gathered:
-            return f"layer {spec.layer} works on gathered keys and values"
-        if spec.key_dim != spec.value_dim and not self.has_unequal_dims:
-            return f"layer {spec.layer} has keys of {spec.key_dim} and values of {spec.value_dim}"
-        if self.max_head_dim is not None and max(spec.key_dim, spec.value_dim) > self.max_head_dim:
-            return f"layer {spec.layer} has heads of {max(spec.key_dim, spec.value_dim)} > {self.max_head_dim}"
-        if spec.key_dim % self.head_dim_multiple or spec.value_dim % self.head_dim_multiple:
-            return f"layer {spec.layer} has heads of {spec.key_dim}, not a multiple of {self.head_dim_multiple}"
+        for spec in specs:
+            head_dim = max(spec.key_dim, spec.value_dim)
+            if spec.is_gathered and not self.has_gathered:
+                return f"layer {spec.layer} works on gathered keys and values"
+            if spec.key_dim != spec.value_dim and not self.has_unequal_dims:
+                return f"layer {spec.layer} has keys of {spec.key_dim} and values of {spec.value_dim}"
+            if self.max_head_dim is not None and head_dim > self.max_head_dim:
+                return f"layer {spec.layer} has heads of {head_dim} > {self.max_head_dim}"
+            if spec.key_dim % self.head_dim_multiple or spec.value_dim % self.head_dim_multiple:
+                return f"layer {spec.layer} has heads of {spec.key_dim}, not a multiple of {self.head_dim_multiple}"
         return None
 
 

@@ -66,7 +66,6 @@ class CpuBackend:
         max_head_dim=256,
         head_dim_multiple=16,
         page_sizes=(PAGE_SIZE,),
-        default_page_size=PAGE_SIZE,
     )
 
     def __init__(self, kernels: GenericKernels | None = None) -> None:

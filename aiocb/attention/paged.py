@@ -11,14 +11,15 @@ the strided ones that [B, S, K, D] would give (64 rows of 208 keys: 0.8 ms a lay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import Attention, Capabilities, LayerSpec, StepBatch
+from aiocb.attention.base import Attention, Capabilities, GroupTables, LayerSpec, StepBatch
 
 __all__ = [
     "PagedStorage",
@@ -29,8 +30,7 @@ __all__ = [
     "additive",
     "causal_mask",
     "explicit_attention",
-    "group_heads",
-    "make_rows",
+    "row_attention",
 ]
 
 MAX_SCORES = 1 << 24
@@ -52,9 +52,7 @@ class Row(NamedTuple):
         first_query: absolute position of its first new token.
         key_start: absolute position of the first key of its first page.
         length: absolute position behind its last key.
-        pages: its visible blocks, on the device. [P] int64
-        first_block: the first of them when they follow each other: a view instead of a gather; else None.
-        is_fresh: nothing was in the cache: the step's own keys are all keys.
+        pages: its visible blocks: a slice where they follow each other, else [P] int64 on the device.
     """
 
     start: int
@@ -62,9 +60,7 @@ class Row(NamedTuple):
     first_query: int
     key_start: int
     length: int
-    pages: Tensor
-    first_block: int | None
-    is_fresh: bool
+    pages: Tensor | slice
 
 
 class RowKeys(NamedTuple):
@@ -87,71 +83,46 @@ class RowsMetadata:
     """What the layers of one group share in a step.
 
     Attributes:
-        batch, group: where the rows come from.
-        window: of the group.
-        rows: the rows that are attended to one by one.
-        masks: additive masks that the first layer built for the others, by (queries, first query, first key).
+        batch, tables: where the rows come from.
+        alone: indices of the rows that are attended to one by one.
     """
 
     batch: StepBatch
-    group: int
-    window: int | None
-    rows: list[Row]
-    masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
-    _all_rows: list[Row] | None = None
-    _slots: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    tables: GroupTables
+    alone: Sequence[int]
+    _rows: dict[int, Row] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+
+    def row(self, index: int) -> Row:
+        """Return a row of the step, made for the first layer that needs it."""
+        if index not in self._rows:
+            batch, tables = self.batch, self.tables
+            blocks = tables.pages[tables.page_starts[index] : tables.page_starts[index + 1]]
+            first = int(blocks[0])
+            self._rows[index] = Row(
+                int(batch.starts[index]),
+                int(batch.starts[index + 1]),
+                int(batch.computed[index]),
+                int(tables.key_starts[index]),
+                int(batch.lengths[index]),
+                slice(first, first + len(blocks))
+                if (np.diff(blocks) == 1).all()
+                else torch.from_numpy(blocks.astype(np.int64)).to(batch.device),
+            )
+        return self._rows[index]
 
     def all_rows(self) -> list[Row]:
         """Return every row of the step (for layers that need gathered keys)."""
-        if len(self.rows) == self.batch.num_rows:
-            return self.rows
-        if self._all_rows is None:
-            self._all_rows = make_rows(self.batch, self.group)
-        return self._all_rows
-
-    def slots(self, num_kv_heads: int, num_slots: int) -> Tensor:
-        """Return where new tokens go in storage flattened to [K * B * S, D]: [K * T]."""
-        slots = self._slots.get((num_kv_heads, num_slots))
-        if slots is None:
-            slots = head_index(self.batch.groups[self.group].slots, num_kv_heads, num_slots).flatten()
-            self._slots[num_kv_heads, num_slots] = slots
-        return slots
+        return [self.row(index) for index in range(self.batch.num_rows)]
 
     def mask(self, num_queries: int, first_query: int, num_keys: int, first_key: int) -> Tensor:
-        """Return the additive causal mask of a part of a chunk: [num_queries, num_keys]."""
+        """Return the additive causal mask of a part of a chunk, shared by the layers: [num_queries, num_keys]."""
         place = (num_queries, first_query, first_key)
-        mask = self.masks.get(place)
-        if mask is None:
-            batch = self.batch
-            visible = causal_mask(first_query, num_queries, first_key, num_keys, self.window, batch.device)
-            mask = self.masks[place] = additive(visible, batch.dtype)
-        return mask
-
-
-def make_rows(batch: StepBatch, group: int, first: int = 0) -> list[Row]:
-    """Build the rows from index `first` on."""
-    tables = batch.groups[group]
-    bounds = tables.page_starts.tolist()
-    offset = bounds[first]
-    pages = torch.from_numpy(tables.pages[offset:].astype(np.int64)).to(batch.device)
-    starts, key_starts = batch.starts.tolist(), tables.key_starts.tolist()
-    computed, lengths = batch.computed.tolist(), batch.lengths.tolist()
-    rows = []
-    for r in range(first, batch.num_rows):
-        blocks = tables.pages[bounds[r] : bounds[r + 1]]
-        first_block = int(blocks[0]) if bool((np.diff(blocks) == 1).all()) else None
-        own_pages = pages[bounds[r] - offset : bounds[r + 1] - offset]
-        is_fresh = computed[r] == 0
-        rows.append(
-            Row(starts[r], starts[r + 1], computed[r], key_starts[r], lengths[r], own_pages, first_block, is_fresh)
-        )
-    return rows
-
-
-def head_index(index: Tensor, num_kv_heads: int, stride: int) -> Tensor:
-    """Repeat an index for every head of storage whose heads lie `stride` apart: [..., n] -> [..., K, n]."""
-    heads = torch.arange(num_kv_heads, device=index.device) * stride
-    return index.unsqueeze(-2) + heads.unsqueeze(-1)
+        if place not in self._masks:
+            window, batch = self.tables.window, self.batch
+            visible = causal_mask(first_query, num_queries, first_key, num_keys, window, batch.device)
+            self._masks[place] = additive(visible, batch.dtype)
+        return self._masks[place]
 
 
 def causal_mask(
@@ -172,10 +143,13 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class TorchBackend:
-    """Base of the plain torch backends: they differ in how they attend."""
+    """Explicit softmax in the model's own dtype, one sequence after the other: honours everything.
 
-    name = "torch"
-    capabilities = Capabilities(devices=("cpu", "cuda", "mps", "xpu"))
+    The other plain torch backends differ from it in how they attend.
+    """
+
+    name = "eager"
+    capabilities = Capabilities()
 
     def allocate(
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
@@ -189,29 +163,34 @@ class TorchBackend:
 
     def copy_block(self, storage: PagedStorage, source: int, target: int) -> None:
         """Copy one physical block within a layer."""
-        storage.key[:, target].copy_(storage.key[:, source])
-        storage.value[:, target].copy_(storage.value[:, source])
+        for pages in storage:
+            pages[:, target].copy_(pages[:, source])
 
-    def prepare(self, batch: StepBatch, group: int) -> Any:
-        """Make the rows of this group; valid for this step only."""
-        return RowsMetadata(batch, group, batch.groups[group].window, make_rows(batch, group))
+    def prepare(self, batch: StepBatch, group: int) -> RowsMetadata:
+        """Make what the layers of this group share; valid for this step only."""
+        return RowsMetadata(batch, batch.groups[group], range(batch.num_rows))
 
     def write(self, storage: PagedStorage, metadata: RowsMetadata, key: Tensor, value: Tensor) -> None:
         """Store new keys and values. key [T, K, Dk], value [T, K, Dv]."""
-        num_kv_heads, num_blocks, page_size, _ = storage.key.shape
-        slots = metadata.slots(num_kv_heads, num_blocks * page_size)
-        for pages, new in ((storage.key, key), (storage.value, value)):
-            pages.flatten(0, 2).index_copy_(0, slots, new.transpose(0, 1).reshape(-1, new.shape[-1]))
+        for pages, new in zip(storage, (key, value), strict=True):
+            pages.flatten(1, 2).index_copy_(1, metadata.tables.slots, new.transpose(0, 1))
 
     def gather(self, storage: PagedStorage, metadata: RowsMetadata) -> tuple[Tensor, Tensor]:
         """Return the visible keys and values of all rows, concatenated: [K, sum of L, Dk], [K, sum of L, Dv]."""
-        rows = [self._row_keys(storage, row) for row in metadata.all_rows()]
+        rows = [_row_keys(storage, row) for row in metadata.all_rows()]
         return torch.cat([row.key for row in rows], 1), torch.cat([row.value for row in rows], 1)
 
     def attend(self, attention: Attention, storage: PagedStorage, metadata: RowsMetadata) -> Tensor:
-        """Attend after `write`, one row after the other: [T, H, Dv]."""
+        """Attend after `write`: [T, H, Dv]."""
         out = _empty_like_values(attention)
-        self._attend_rows(attention, storage, metadata, out)
+        for index in metadata.alone:
+            row = metadata.row(index)
+            if row.first_query == 0:  # nothing was in the cache: the step's own keys are all keys
+                own = slice(row.start, row.stop)
+                keys = RowKeys(attention.key[own].transpose(0, 1), attention.value[own].transpose(0, 1), 0)
+            else:
+                keys = _row_keys(storage, row)
+            self._attend_row(attention, metadata, row, keys, out)
         return out
 
     def attend_gathered(self, attention: Attention, metadata: RowsMetadata) -> Tensor:
@@ -225,35 +204,14 @@ class TorchBackend:
             offset = own.stop
         return out
 
-    def _row_keys(self, storage: PagedStorage, row: Row) -> RowKeys:
-        """Gather one row's visible keys and values."""
-        count = row.length - row.key_start
-        if row.first_block is not None:
-            blocks = slice(row.first_block, row.first_block + len(row.pages))
-            key, value = storage.key[:, blocks], storage.value[:, blocks]
-        else:
-            key, value = storage.key.index_select(1, row.pages), storage.value.index_select(1, row.pages)
-        # What lies behind the last key is of whoever had the page before.
-        return RowKeys(key.flatten(1, 2)[:, :count], value.flatten(1, 2)[:, :count], row.key_start)
-
-    def _attend_rows(self, attention: Attention, storage: PagedStorage, metadata: RowsMetadata, out: Tensor) -> None:
-        """Fill the rows' parts of `out`, one row after the other."""
-        for row in metadata.rows:
-            if row.is_fresh:
-                own = slice(row.start, row.stop)
-                keys = RowKeys(attention.key[own].transpose(0, 1), attention.value[own].transpose(0, 1), 0)
-            else:
-                keys = self._row_keys(storage, row)
-            self._attend_row(attention, metadata, row, keys, out)
-
     def _attend_row(self, attention: Attention, metadata: RowsMetadata, row: Row, keys: RowKeys, out: Tensor) -> None:
         """Attend with one row's queries to its keys and fill its part of `out`, in parts if it is long."""
-        num_queries = row.stop - row.start
+        num_queries, window = row.stop - row.start, metadata.tables.window
         step = max(1, min(num_queries, MAX_SCORES // max(keys.key.shape[1], 1)))
         for begin in range(0, num_queries, step):
             end = min(begin + step, num_queries)
             first = row.first_query + begin
-            low = keys.first if metadata.window is None else max(keys.first, first - metadata.window + 1)
+            low = keys.first if window is None else max(keys.first, first - window + 1)
             seen = slice(low - keys.first, row.first_query + end - keys.first)
             bias = None if keys.bias is None else keys.bias[:, begin:end, seen]
             part = RowKeys(keys.key[:, seen], keys.value[:, seen], low, bias)
@@ -267,23 +225,44 @@ class TorchBackend:
 
         The keys end at the last query, and begin no earlier than the first query sees.
         """
-        q = group_heads(query, keys.key.shape[0])
         mask = metadata.mask(len(query), first, keys.key.shape[1], keys.first) if len(query) > 1 else None
-        if keys.bias is not None:
-            bias = keys.bias.reshape(*q.shape[:3], -1)
-            mask = bias if mask is None else bias + mask
-        attended = explicit_attention(attention.spec, q, keys.key, keys.value, mask, attention.sinks)
-        return attended.flatten(0, 1).transpose(0, 1)
+        return row_attention(attention.spec, query, keys, mask, attention.sinks)
+
+
+def _row_keys(storage: PagedStorage, row: Row) -> RowKeys:
+    """Gather one row's visible keys and values."""
+    count = row.length - row.key_start
+    if isinstance(row.pages, slice):
+        key, value = (pages[:, row.pages] for pages in storage)
+    else:
+        key, value = (pages.index_select(1, row.pages) for pages in storage)
+    # What lies behind the last key is of whoever had the page before.
+    return RowKeys(key.flatten(1, 2)[:, :count], value.flatten(1, 2)[:, :count], row.key_start)
 
 
 def _empty_like_values(attention: Attention) -> Tensor:
     return attention.query.new_empty(*attention.query.shape[:2], attention.value.shape[-1])
 
 
-def group_heads(query: Tensor, num_kv_heads: int) -> Tensor:
-    """Put the query heads that share keys side by side: [n, H, D] -> [K, G, n, D]."""
-    num_queries, num_heads, head_dim = query.shape
-    return query.transpose(0, 1).reshape(num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)
+def row_attention(spec: LayerSpec, query: Tensor, keys: RowKeys, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Attend written out, for one request.
+
+    Args:
+        spec: scaling and softcap are taken from it.
+        query: [n, H, Dk]
+        keys: that it sees, with the bias.
+        mask: additive, [n, l]; None lets everything through.
+        sinks: [H] or None.
+
+    Returns:
+        [n, H, Dv]
+    """
+    num_kv_heads, num_queries, head_dim = len(keys.key), len(query), query.shape[-1]
+    q = query.transpose(0, 1).reshape(num_kv_heads, -1, num_queries, head_dim)  # heads that share keys side by side
+    if keys.bias is not None:
+        bias = keys.bias.reshape(num_kv_heads, -1, num_queries, keys.key.shape[1])
+        mask = bias if mask is None else bias + mask
+    return explicit_attention(spec, q, keys.key, keys.value, mask, sinks).flatten(0, 1).transpose(0, 1)
 
 
 def explicit_attention(
@@ -293,27 +272,27 @@ def explicit_attention(
 
     Args:
         spec: scaling and softcap are taken from it.
-        query: [..., K, G, n, D]
-        key: [..., K, l, D]
-        value: [..., K, l, Dv]
-        mask: additive, broadcastable to [..., K, G, n, l]; None lets everything through.
+        query: [K, ..., G, n, D]
+        key: [K, ..., l, D]
+        value: [K, ..., l, Dv]
+        mask: additive, broadcastable to [K, ..., G, n, l]; None lets everything through.
         sinks: [H] or None.
 
     Returns:
-        [..., K, G, n, Dv]
+        [K, ..., G, n, Dv]
     """
-    lead, (num_groups, num_queries) = query.shape[:-3], query.shape[-3:-1]
-    folded = query.flatten(-3, -2)  # [..., K, G * n, D]: the query heads of a group share their keys
-    scores = torch.matmul(folded, key.transpose(-1, -2)) * spec.scaling
-    scores = scores.view(*lead, num_groups, num_queries, -1)
+    rows = query.shape[:-1]
+    folded = query.flatten(-3, -2)  # [K, ..., G * n, D]: the query heads of a group share their keys
+    scores = (torch.matmul(folded, key.transpose(-1, -2)) * spec.scaling).view(*rows, -1)
     if spec.softcap is not None:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
     if mask is not None:
         scores = scores + mask
     if sinks is not None:
-        columns = sinks.to(scores.dtype).view(-1, num_groups, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.softmax(torch.cat([scores, columns], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
-    else:
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        heads = sinks.to(scores.dtype).view(len(query), *(1,) * (query.dim() - 4), -1, 1, 1)
+        scores = torch.cat([scores, heads.expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    if sinks is not None:
+        weights = weights[..., :-1]
     weights = weights.to(value.dtype).flatten(-3, -2)
-    return torch.matmul(weights, value).view(*lead, num_groups, num_queries, -1)
+    return torch.matmul(weights, value).view(*rows, -1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from aiocb.attention.base import Attention
-from aiocb.attention.paged import RowKeys, RowsMetadata, TorchBackend, additive, causal_mask
+from aiocb.attention.paged import RowKeys, RowsMetadata, TorchBackend, additive, causal_mask, row_attention
 
 __all__ = ["ReferenceBackend"]
 
@@ -19,10 +19,9 @@ class ReferenceBackend(TorchBackend):
     def _attend_part(
         self, attention: Attention, metadata: RowsMetadata, query: Tensor, first: int, keys: RowKeys
     ) -> Tensor:
+        window, num_keys = metadata.tables.window, keys.key.shape[1]
+        visible = causal_mask(first, len(query), keys.first, num_keys, window, query.device)
+        mask = additive(visible, torch.float32)  # also for a single query: nothing is taken for granted here
         sinks = None if attention.sinks is None else attention.sinks.float()
-        visible = causal_mask(first, len(query), keys.first, keys.key.shape[1], metadata.window, query.device)
-        bias = additive(visible, torch.float32)  # also for a single query: nothing is taken for granted here
-        if keys.bias is not None:
-            bias = bias + keys.bias
-        whole = RowKeys(keys.key.float(), keys.value.float(), keys.first, bias.expand(query.shape[1], -1, -1))
-        return super()._attend_part(attention._replace(sinks=sinks), metadata, query.float(), first, whole)
+        whole = keys._replace(key=keys.key.float(), value=keys.value.float())
+        return row_attention(attention.spec, query.float(), whole, mask, sinks)

@@ -2,14 +2,14 @@
 
 Decode rows are padded into buckets of similar length, the query group is folded into query rows, and the page indices
 of a bucket are made once per step for all its layers. On the CPU a bucket is two batched products and an fp32 softmax:
-SDPA takes three to five times as long there for so few queries (the error of the logits is the same). Prompt chunks go
-through SDPA one sequence after the other. Soft caps and sinks, which SDPA does not know, take the written-out path.
+SDPA takes three to five times as long there for so few queries (the error of the logits is the same). Prompt chunks,
+and rows that are like no other, go through SDPA one sequence after the other. Soft caps and sinks, which SDPA does not
+know, take the written-out path.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,6 @@ from aiocb.attention.paged import (
     TorchBackend,
     additive,
     explicit_attention,
-    head_index,
-    make_rows,
 )
 
 __all__ = ["SdpaBackend"]
@@ -42,46 +40,21 @@ class Bucket:
     Attributes:
         size: N.
         rows: their packed tokens, None for "all tokens of the step". [N] int64
-        pages: block of each row and page, padded with the null block. [N, P] int64
-        mask: additive, None when there is nothing to hide. [N, 1, 1, 1, L]
-        stale: row and slot of what lies behind a row's last key in its last page: of whoever had the page before.
-            [n], [n]
-        only: for a single row: its first block when its blocks follow each other, and the range of its keys.
+        pages: block of each row and page, padded with the null block. [N * P] int64
+        mask: additive, None when there is nothing to hide. [1, N, 1, L]
+        stale: places in the gathered [N * L] behind a row's last key in its last page: of whoever had the page before.
     """
 
     size: int
     rows: Tensor | None
     pages: Tensor
     mask: Tensor | None
-    stale: tuple[Tensor, Tensor]
-    only: tuple[int | None, int, int] | None
-    _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _stale: dict[int, Tensor] = field(default_factory=dict)
-
-    def index(self, num_kv_heads: int, num_blocks: int) -> Tensor:
-        """Return which pages to take from storage flattened to [K * B, S * D]: [N * K * P]."""
-        index = self._indices.get((num_kv_heads, num_blocks))
-        if index is None:
-            index = head_index(self.pages, num_kv_heads, num_blocks).flatten()
-            self._indices[num_kv_heads, num_blocks] = index
-        return index
-
-    def clean(self, taken: Tensor) -> None:
-        """Zero the stale slots of gathered pages [N, K, L, D]: hidden by the mask, but 0 times NaN is NaN."""
-        rows, slots = self.stale
-        if not len(rows):
-            return
-        num_kv_heads, length, head_dim = taken.shape[1:]
-        index = self._stale.get(num_kv_heads)
-        if index is None:
-            first = rows * num_kv_heads * length + slots
-            index = self._stale[num_kv_heads] = head_index(first, num_kv_heads, length).flatten()
-        taken.view(-1, head_dim).index_fill_(0, index, 0.0)
+    stale: Tensor
 
 
 @dataclass(slots=True)
 class SdpaMetadata(RowsMetadata):
-    """Prompt chunks in `rows`, decode rows in `buckets`."""
+    """Decode rows in `buckets`, the others `alone`."""
 
     buckets: tuple[Bucket, ...] = ()
 
@@ -95,62 +68,59 @@ class SdpaBackend(TorchBackend):
         self._workspace: dict[str, Tensor] = {}
 
     def prepare(self, batch: StepBatch, group: int) -> SdpaMetadata:
-        """Make rows and buckets of this group; valid for this step only."""
-        rows = make_rows(batch, group, batch.num_decodes) if batch.num_decodes < batch.num_rows else []
-        return SdpaMetadata(batch, group, batch.groups[group].window, rows, buckets=_buckets(batch, group))
+        """Make the buckets of this group; valid for this step only."""
+        tables, num_decodes = batch.groups[group], batch.num_decodes
+        parts = _alike(np.diff(tables.page_starts[: num_decodes + 1])) if num_decodes else []
+        alone = [*(int(part[0]) for part in parts if len(part) == 1), *range(num_decodes, batch.num_rows)]
+        buckets = tuple(_bucket(batch, group, part) for part in parts if len(part) > 1)
+        return SdpaMetadata(batch, tables, alone, buckets=buckets)
 
     def attend(self, attention: Attention, storage: PagedStorage, metadata: RowsMetadata) -> Tensor:
         """Attend after `write`: [T, H, Dv]."""
         assert isinstance(metadata, SdpaMetadata)
         if len(metadata.buckets) == 1 and metadata.buckets[0].rows is None:
             return self._attend_bucket(attention, storage, metadata.buckets[0], attention.query)
-        out = attention.query.new_empty(*attention.query.shape[:2], attention.value.shape[-1])
+        out = super().attend(attention, storage, metadata)
         for bucket in metadata.buckets:
             assert bucket.rows is not None
             query = attention.query.index_select(0, bucket.rows)
             out.index_copy_(0, bucket.rows, self._attend_bucket(attention, storage, bucket, query))
-        self._attend_rows(attention, storage, metadata, out)
         return out
 
     def _take(self, name: str, pages: Tensor, bucket: Bucket) -> Tensor:
-        """Gather a bucket's pages [K, B, S, D] -> [N, K, L, D]; valid until the next call with this name."""
-        num_kv_heads, num_blocks, page_size, head_dim = pages.shape
-        if bucket.only is not None:
-            first_block, low, high = bucket.only
-            if first_block is not None:
-                block = first_block * page_size
-                return pages.flatten(1, 2)[:, block + low : block + high].unsqueeze(0)
-        index = bucket.index(num_kv_heads, num_blocks)
-        row = page_size * head_dim
+        """Gather a bucket's pages [K, B, S, D] -> [K, N, L, D]; valid until the next call with this name."""
+        num_kv_heads, _, page_size, head_dim = pages.shape
+        shape = (num_kv_heads, len(bucket.pages), page_size * head_dim)
+        size = shape[0] * shape[1] * shape[2]
         # One buffer for all layers: a fresh allocation of this size would be mapped and faulted in every time.
         buffer = self._workspace.get(name)
-        if buffer is None or buffer.numel() < len(index) * row or buffer.dtype != pages.dtype:
-            buffer = torch.empty(len(index) * row * 5 // 4, dtype=pages.dtype, device=pages.device)
-            self._workspace[name] = buffer
-        taken = buffer[: len(index) * row].view(len(index), row)
-        torch.index_select(pages.view(-1, row), 0, index, out=taken)
-        keys = taken.view(bucket.size, num_kv_heads, -1, head_dim)
-        if bucket.only is not None:
-            return keys[:, :, bucket.only[1] : bucket.only[2]]
-        bucket.clean(keys)
-        return keys
+        if buffer is None or buffer.numel() < size or buffer.dtype != pages.dtype:
+            buffer = self._workspace[name] = torch.empty(size * 5 // 4, dtype=pages.dtype, device=pages.device)
+        taken = buffer[:size].view(shape)
+        torch.index_select(pages.flatten(2), 1, bucket.pages, out=taken)
+        # They are hidden by the mask, but 0 times NaN is NaN.
+        taken.view(num_kv_heads, -1, head_dim).index_fill_(1, bucket.stale, 0.0)
+        return taken.view(num_kv_heads, bucket.size, -1, head_dim)
 
     def _attend_bucket(self, attention: Attention, storage: PagedStorage, bucket: Bucket, query: Tensor) -> Tensor:
         """Attend with one query per row. query [N, H, Dk] -> [N, H, Dv]."""
-        k, v = self._take("key", storage.key, bucket), self._take("value", storage.value, bucket)  # [N, K, L, D]
-        q = query.reshape(bucket.size, k.shape[1], -1, k.shape[3])  # [N, K, G, Dk]
-        spec, sinks = attention.spec, attention.sinks
+        k, v = self._take("key", storage.key, bucket), self._take("value", storage.value, bucket)  # [K, N, L, D]
+        q = query.view(bucket.size, len(k), -1, k.shape[-1]).transpose(0, 1)  # [K, N, G, Dk]
+        spec, sinks, mask = attention.spec, attention.sinks, bucket.mask
         if query.device.type != "cpu" and spec.softcap is None and sinks is None:
-            mask = None if bucket.mask is None else bucket.mask.squeeze(1)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scaling).flatten(1, 2)
-        return explicit_attention(spec, q.unsqueeze(-2), k, v, bucket.mask, sinks).squeeze(-2).flatten(1, 2)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scaling)
+        else:
+            mask = None if mask is None else mask.unsqueeze(-2)
+            attended = explicit_attention(spec, q.unsqueeze(-2), k, v, mask, sinks).squeeze(-2)
+        return attended.transpose(0, 1).flatten(1, 2)
 
     def _attend_part(
         self, attention: Attention, metadata: RowsMetadata, query: Tensor, first: int, keys: RowKeys
     ) -> Tensor:
-        if attention.spec.softcap is not None or attention.sinks is not None or keys.bias is not None:
+        num_queries, num_keys, window = len(query), keys.key.shape[1], metadata.tables.window
+        is_slow = num_queries == 1 and query.device.type == "cpu"
+        if is_slow or attention.spec.softcap is not None or attention.sinks is not None or keys.bias is not None:
             return super()._attend_part(attention, metadata, query, first, keys)
-        num_queries, num_keys, window = len(query), keys.key.shape[1], metadata.window
         is_causal = num_queries > 1 and num_queries == num_keys and (window is None or num_keys <= window)
         mask = None
         if num_queries > 1 and not is_causal:
@@ -167,56 +137,40 @@ class SdpaBackend(TorchBackend):
         return attended[0].transpose(0, 1)
 
 
-def _buckets(batch: StepBatch, group: int) -> tuple[Bucket, ...]:
-    """Sort decode rows by length and cut where the padding would outweigh another launch."""
-    num_decodes = batch.num_decodes
-    if num_decodes == 0:
-        return ()
-    counts = np.diff(batch.groups[group].page_starts[: num_decodes + 1])
-    order = np.argsort(-counts, kind="stable")
-    sizes = counts[order].tolist()
-    bounds, waste, widest = [0], 0, sizes[0]
-    for index, size in enumerate(sizes):
+def _alike(num_pages: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Sort decode rows by length and cut where the padding would outweigh another launch; indices of each part."""
+    order = np.argsort(-num_pages, kind="stable")
+    widest, waste, cuts = int(num_pages[order[0]]), 0, []
+    for index, size in enumerate(num_pages[order].tolist()):
         waste += widest - size
         if waste > MAX_WASTE:
-            bounds.append(index)
-            waste, widest = 0, size
-    bounds.append(num_decodes)
-    if len(bounds) == 2:
-        is_all = num_decodes == batch.num_rows
-        return (_bucket(batch, group, np.arange(num_decodes), sizes[0], is_all),)
-    return tuple(
-        _bucket(batch, group, np.sort(order[begin:end]), sizes[begin], False)
-        for begin, end in itertools.pairwise(bounds)
-    )
+            cuts.append(index)
+            widest, waste = size, 0
+    return [np.sort(part) for part in np.split(order, cuts)]
 
 
-def _bucket(batch: StepBatch, group: int, members: npt.NDArray[np.int64], num_pages: int, is_all: bool) -> Bucket:
-    """Pad the members' pages to `num_pages`, and hide what a row must not see."""
-    tables, device = batch.groups[group], batch.device
+def _bucket(batch: StepBatch, group: int, members: npt.NDArray[np.int64]) -> Bucket:
+    """Pad the members' pages to as many as the longest has, and hide what a row must not see."""
+    tables, device, page_size = batch.groups[group], batch.device, batch.page_size
     first = tables.page_starts[members]
-    columns = np.arange(num_pages)
-    is_page = columns < (tables.page_starts[members + 1] - first)[:, None]
-    pages = np.where(is_page, tables.pages[np.minimum(first[:, None] + columns, len(tables.pages) - 1)], 0)
+    counts = tables.page_starts[members + 1] - first
+    columns = np.arange(counts.max())
+    pages = np.where(
+        columns < counts[:, None], tables.pages[np.minimum(first[:, None] + columns, len(tables.pages) - 1)], 0
+    )
+    places = np.arange(len(columns) * page_size)
     key_starts, lengths = tables.key_starts[members], batch.lengths[members]
     stops = lengths - key_starts  # behind each row's last key, within its padded pages [N]
-    lows = np.zeros_like(stops) if tables.window is None else np.maximum(lengths - tables.window - key_starts, 0)
-    mask, only = None, None
-    places = np.arange(num_pages * batch.page_size)
-    page_ends = -(-stops // batch.page_size) * batch.page_size
-    stale = np.nonzero((places >= stops[:, None]) & (places < page_ends[:, None]))
-    if len(members) == 1:
-        first_block = int(pages[0, 0]) if bool((np.diff(pages[0]) == 1).all()) else None
-        only = (first_block, int(lows[0]), int(stops[0]))
-    elif lows.any() or (stops != num_pages * batch.page_size).any():
-        visible = (places >= lows[:, None]) & (places < stops[:, None])
-        mask = additive(torch.from_numpy(visible), batch.dtype).to(device).view(len(members), 1, 1, 1, -1)
-    rows = None if is_all else torch.from_numpy(members).to(device)
+    is_key = places < stops[:, None]
+    visible = is_key if tables.window is None else is_key & (places >= (lengths - tables.window - key_starts)[:, None])
+    stale = np.flatnonzero(~is_key & (places < (counts * page_size)[:, None]))
+    mask = None
+    if not visible.all():
+        mask = additive(torch.from_numpy(visible), batch.dtype).to(device).view(1, len(members), 1, -1)
     return Bucket(
         len(members),
-        rows,
-        torch.from_numpy(pages.astype(np.int64)).to(device),
+        None if len(members) == batch.num_rows else torch.from_numpy(members).to(device),
+        torch.from_numpy(pages.astype(np.int64)).flatten().to(device),
         mask,
-        (torch.from_numpy(stale[0]).to(device), torch.from_numpy(stale[1]).to(device)),
-        only,
+        torch.from_numpy(stale).to(device),
     )

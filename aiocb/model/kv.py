@@ -11,8 +11,11 @@ Example: Gemma 3 270M has 3 full layers and 15 with a window of 512. Two groups:
 
 from __future__ import annotations
 
+import bisect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +25,7 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 
-__all__ = [
-    "PagedCache",
-    "cache_budget",
-    "choose_layout",
-    "choose_page_size",
-    "format_size",
-    "free_memory",
-    "group_layers",
-]
+__all__ = ["PagedCache", "choose_layout", "choose_page_size", "format_size", "free_memory"]
 
 CPU_REQUESTS = 64
 MAX_REQUESTS = 1024
@@ -39,15 +34,6 @@ CPU_MAX_BYTES = 2 << 30
 CPU_MAX_SHARE = 0.25
 GPU_SHARE = 0.9
 GPU_RESERVE_BYTES = 1 << 30
-
-
-def group_layers(specs: Iterable[LayerSpec]) -> tuple[tuple[int | None, tuple[LayerSpec, ...]], ...]:
-    """Group layers by window, full attention first, in the order of the layers."""
-    groups: dict[int | None, list[LayerSpec]] = {}
-    for spec in specs:
-        groups.setdefault(spec.window, []).append(spec)
-    ordered = sorted(groups.items(), key=lambda item: (item[0] is not None, item[0] or 0))
-    return tuple((window, tuple(layers)) for window, layers in ordered)
 
 
 class PagedCache:
@@ -113,108 +99,88 @@ def choose_layout(
     Raises:
         ConfigError: not even one short request would fit.
     """
-    groups = group_layers(specs)
+    ordered = sorted(specs, key=lambda spec: (spec.window is not None, spec.window or 0))  # full attention first
+    groups = [(window, tuple(layers)) for window, layers in groupby(ordered, key=lambda spec: spec.window)]
     block_bytes = [sum(kv_format.page_bytes(spec, page_size) for spec in layers) for _, layers in groups]
-
-    def layout(blocks: Iterable[int]) -> CacheLayout:
-        return CacheLayout(
-            page_size,
-            tuple(
-                CacheGroup(window, tuple(spec.layer for spec in layers), count + 1, size)
-                for (window, layers), count, size in zip(groups, blocks, block_bytes, strict=True)
-            ),
-        )
-
-    if config.num_blocks is not None:
-        size = format_size((config.num_blocks + 1) * sum(block_bytes))
-        choice = Choice("num_blocks", str(config.num_blocks), f"configured ({size})")
-        return layout([config.num_blocks] * len(groups)), choice
-
-    budget, reason = cache_budget(config, device)
     chunk = config.max_prefill_chunk or config.max_batch_tokens or 512
 
-    def blocks_for(num_tokens: int) -> list[int]:
+    def blocks_for(num_pages: int) -> list[int]:
+        num_tokens = num_pages * page_size
         num_requests = max(num_tokens // CPU_TOKENS_PER_REQUEST, 1)
-        blocks = []
-        for window, _ in groups:
-            held = num_tokens if window is None else min(num_tokens, num_requests * (window + chunk + 2 * page_size))
-            blocks.append(-(-held // page_size))
-        return blocks
+        held = (
+            num_tokens if window is None else min(num_tokens, num_requests * (window + chunk + 2 * page_size))
+            for window, _ in groups
+        )
+        return [-(-tokens // page_size) for tokens in held]
 
-    def bytes_for(num_tokens: int) -> int:
-        return sum((count + 1) * size for count, size in zip(blocks_for(num_tokens), block_bytes, strict=True))
+    def bytes_of(blocks: Sequence[int]) -> int:
+        return sum((count + 1) * size for count, size in zip(blocks, block_bytes, strict=True))
 
-    wanted = max(CPU_REQUESTS * CPU_TOKENS_PER_REQUEST, max_model_len) if device.type == "cpu" else 1 << 40
+    if config.num_blocks is not None:
+        blocks = [config.num_blocks] * len(groups)
+        choice = Choice("num_blocks", str(config.num_blocks), f"configured ({format_size(bytes_of(blocks))})")
+    else:
+        budget, bound = _budget(config, device)
+        wanted, room = _wanted(config, max_model_len, device)
+        most = -(-wanted // page_size)
+        num_pages = bisect.bisect_right(range(most + 1), budget, key=lambda pages: bytes_of(blocks_for(pages))) - 1
+        if num_pages < 2:
+            raise ConfigError(
+                f"the cache has no room: {format_size(budget)} allowed, one block takes "
+                f"{format_size(sum(block_bytes))}; raise max_memory_percent, set num_blocks, or free memory"
+            )
+        blocks = blocks_for(num_pages)
+        size = f"{num_pages * page_size} tokens, {format_size(bytes_of(blocks))}"
+        choice = Choice("num_blocks", " + ".join(map(str, blocks)), f"{room if num_pages == most else bound}: {size}")
+    return CacheLayout(
+        page_size,
+        tuple(
+            CacheGroup(window, tuple(spec.layer for spec in layers), count + 1, size)
+            for (window, layers), count, size in zip(groups, blocks, block_bytes, strict=True)
+        ),
+    ), choice
+
+
+def _wanted(config: EngineConfig, max_model_len: int, device: torch.device) -> tuple[int, str]:
+    """Return the tokens that there should be room for, and whose they are."""
     if config.max_memory_percent is not None:
         # As much as is allowed, yet no more than a full batch of the longest requests could ever use.
-        wanted = MAX_REQUESTS * max_model_len
-    num_tokens = wanted
-    if bytes_for(num_tokens) > budget:
-        low, high = 0, num_tokens
-        while high - low > page_size:
-            middle = (low + high) // 2
-            low, high = (middle, high) if bytes_for(middle) <= budget else (low, middle)
-        num_tokens = low // page_size * page_size
-    elif device.type == "cpu":
-        if wanted == max_model_len and wanted > CPU_REQUESTS * CPU_TOKENS_PER_REQUEST:
-            reason = f"room for one request of {max_model_len} tokens"
-        else:
-            reason = f"room for {CPU_REQUESTS} requests of {CPU_TOKENS_PER_REQUEST} tokens"
-    if num_tokens < 2 * page_size:
-        raise ConfigError(
-            f"the cache has no room: {format_size(budget)} allowed, one block takes {format_size(sum(block_bytes))}; "
-            "raise max_memory_percent, set num_blocks, or free memory"
-        )
-    blocks = blocks_for(num_tokens)
-    choice = Choice(
-        "num_blocks",
-        " + ".join(map(str, blocks)),
-        f"{reason}: {num_tokens} tokens, {format_size(bytes_for(num_tokens))}",
-    )
-    return layout(blocks), choice
+        return MAX_REQUESTS * max_model_len, f"room for {MAX_REQUESTS} requests of {max_model_len} tokens"
+    if device.type != "cpu":
+        return 1 << 40, "room for everything"
+    if max_model_len > CPU_REQUESTS * CPU_TOKENS_PER_REQUEST:
+        return max_model_len, f"room for one request of {max_model_len} tokens"
+    return CPU_REQUESTS * CPU_TOKENS_PER_REQUEST, f"room for {CPU_REQUESTS} requests of {CPU_TOKENS_PER_REQUEST} tokens"
 
 
-def cache_budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
+def _budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     """Return the bytes that the cache may take, and the reason."""
-    share = config.max_memory_percent
-    if device.type == "cpu":
-        free = free_memory()
-        if share is not None:
-            return int(free * share), f"max_memory_percent={share:g} of {format_size(free)} free memory"
-        budget = min(CPU_MAX_BYTES, int(free * CPU_MAX_SHARE))
-        bound = (
-            format_size(CPU_MAX_BYTES)
-            if budget == CPU_MAX_BYTES
-            else f"{CPU_MAX_SHARE:.0%} of {format_size(free)} free memory"
-        )
-        return budget, f"bounded by {bound}"
-    if device.type != "cuda":
-        free = free_memory()
-        return int(free * (share or CPU_MAX_SHARE)), f"{share or CPU_MAX_SHARE:.0%} of {format_size(free)} free memory"
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(device)
-    chosen = GPU_SHARE if share is None else share
-    budget = int(free * chosen) - (GPU_RESERVE_BYTES if share is None else 0)
-    return max(budget, 0), f"{chosen:.0%} of {format_size(free)} free device memory"
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0] if is_cuda else free_memory()
+    of = f"of {format_size(free)} free {'device ' if is_cuda else ''}memory"
+    if config.max_memory_percent is not None:
+        return int(free * config.max_memory_percent), f"max_memory_percent={config.max_memory_percent:g} {of}"
+    if is_cuda:
+        return max(int(free * GPU_SHARE) - GPU_RESERVE_BYTES, 0), f"{GPU_SHARE:.0%} {of}"
+    budget = int(free * CPU_MAX_SHARE)
+    if device.type == "cpu" and budget > CPU_MAX_BYTES:
+        return CPU_MAX_BYTES, f"bounded by {format_size(CPU_MAX_BYTES)}"
+    return budget, f"bounded by {CPU_MAX_SHARE:.0%} {of}"
 
 
 def free_memory() -> int:
-    """Bytes of memory that can be had without swapping."""
+    """Bytes of memory that can be had without swapping; where that is not known, half of what there is."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
         pass
     try:
-        import psutil
-    except ImportError:
-        try:
-            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-        except (AttributeError, OSError, ValueError):
-            return 8 << 30
-    return int(psutil.virtual_memory().available)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    except (AttributeError, OSError, ValueError):
+        return 8 << 30
 
 
 def format_size(count: int) -> str:

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from aiocb.model.request import Candidate
     from aiocb.step import Runner
 
-__all__ = ["QUANTIZATIONS", "open_model"]
-
-QUANTIZATIONS = (None, "int8")
+__all__ = ["open_model"]
 
 
 def open_model(request: ModelRequest) -> Opened:
@@ -31,7 +29,7 @@ def open_model(request: ModelRequest) -> Opened:
     """
     from aiocb.model.native import build as native
 
-    if request.quantization not in QUANTIZATIONS:
+    if request.quantization not in (None, "int8"):
         raise ConfigError(
             f"quantization={request.quantization!r} is unknown: 'int8', or None for the weights as they are"
         )
@@ -39,28 +37,27 @@ def open_model(request: ModelRequest) -> Opened:
     if kept is not None:
         runner = _built(native.plan(request, kept))
         if not isinstance(runner, Refusal):
-            return _opened(kept, runner, "native")
+            return _opened(request, kept, runner)
     from aiocb.model.eager import build as eager
 
     material = _loaded(request)
-    runner = refused = _built(native.plan(request, material))
+    refused = _built(native.plan(request, material))
     if not isinstance(refused, Refusal):
-        return _opened(material, refused, "native", is_taken_over=request.is_owned)
+        return _opened(request, material, refused)
     runner = _built(eager.plan(request, material))
     if isinstance(runner, Refusal):
         raise ConfigError(f"{runner.reason}, and the native runner cannot be used: {refused.reason}")
-    return _opened(material, runner, "torch", refused.reason)
+    return _opened(request, material, runner, refused.reason)
 
 
 def _built(plan: Candidate | Refusal) -> Runner | Refusal:
     return plan if isinstance(plan, Refusal) else plan.build()
 
 
-def _opened(
-    material: Material, runner: Runner, kind: str, reason: str = "the whole step", *, is_taken_over: bool = False
-) -> Opened:
-    choices = (*material.choices, Choice("runner", kind, reason), *runner.choices)
-    model = None if is_taken_over else material.module
+def _opened(request: ModelRequest, material: Material, runner: Runner, why_not_native: str = "") -> Opened:
+    kind = Choice("runner", "torch", why_not_native) if why_not_native else Choice("runner", "native", "the whole step")
+    choices = (*material.choices, kind, *runner.choices)
+    model = material.module if why_not_native or not request.is_owned else None
     return Opened(runner, material.defaults, material.tokenizer, choices, model)
 
 
@@ -93,21 +90,15 @@ def _loaded(request: ModelRequest) -> Material:
     """The module, loaded by name if need be."""
     from aiocb.model.defaults import length_reason, model_defaults
 
-    module = request.model
-    if module is not None:
-        return _with_length(request, Material(model_defaults(module), length_reason(module), module))
-    loaded = hub.load(
-        request.name, dtype=request.dtype, device=request.device, progress=request.progress, **request.options
-    )
-    module = loaded.model
-    material = Material(
-        model_defaults(module),
-        length_reason(module),
-        module,
-        tokenizer=loaded.tokenizer,
-        choices=loaded.choices,
-        found=loaded.found,
-    )
+    loaded, module = None, request.model
+    if module is None:
+        loaded = hub.load(
+            request.name, dtype=request.dtype, device=request.device, progress=request.progress, **request.options
+        )
+        module = loaded.model
+    material = Material(model_defaults(module), length_reason(module), module)
+    if loaded is not None:
+        material = material._replace(tokenizer=loaded.tokenizer, choices=loaded.choices, found=loaded.found)
     return _with_length(request, material)
 
 

@@ -121,9 +121,10 @@ def _plans(prompts: Sequence[list[int]], layout: CacheLayout) -> Iterator[StepPl
 
 def _own_logits(model: Any, tokens: list[int]) -> Tensor:
     """Logits [T, V] of the model as its owner has it, in eval mode and without a cache."""
-    # Other attention functions refuse a soft cap.
-    is_capped = getattr(text_config(model), "attn_logit_softcapping", None)
-    own = View(model, "eager" if is_capped else None).model
+    view = View(model)
+    if getattr(text_config(model), "attn_logit_softcapping", None):
+        view.name_attention("eager")  # others refuse a soft cap
+    own = view.model
     logits: Tensor = own(input_ids=torch.tensor([tokens], device=own.device), use_cache=False).logits[0].float()
     if not logits.isfinite().all():
         raise ValueError("the model's own forward gives logits that are not finite")

@@ -17,8 +17,7 @@ from aiocb.errors import ConfigError
 from aiocb.model.defaults import model_defaults
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.batch import PackedStep, pack
-from aiocb.model.eager.handlers import NotPlainError
-from aiocb.model.eager.masks import MaskKind, kind_of
+from aiocb.model.eager.masks import MaskKind, NotPlainError, kind_of
 from aiocb.model.kv import choose_layout
 from aiocb.records import Record, Records
 from aiocb.sampling_params import ModelDefaults, SamplingParams

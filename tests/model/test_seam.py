@@ -206,9 +206,9 @@ class TestRefusals:
             build(tiny("llama"), attention="nope")
 
     def test_parity_probe_catches_a_wrong_backend(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from aiocb.attention import sdpa
+        from aiocb.attention import paged
 
-        monkeypatch.setattr(sdpa, "explicit_attention", lambda spec, q, k, v, mask, sinks: q * 0)
+        monkeypatch.setattr(paged, "explicit_attention", lambda spec, q, k, v, mask, sinks: q * 0)
         with pytest.raises(ConfigError, match="differ"):
             build(tiny("llama"))
 

@@ -576,7 +576,7 @@ class TestReload:
 
 def test_a_view_shares_weights_and_little_else() -> None:
     model: Any = tiny("llama")
-    view = View(model, "sdpa").model
+    view = View(model).model
     for module, twin in zip(model.modules(), view.modules(), strict=True):
         assert twin is not module and type(twin) is type(module)
         assert twin._parameters is module._parameters and not twin.training

@@ -28,9 +28,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from aiocb.attention.base import AttentionBackend, LayerSpec
 from aiocb.errors import ConfigError
 from aiocb.model.eager.batch import pack
-from aiocb.model.eager.handlers import KEPT_KEYS, Handler, NotPlainError, PagedHandler, Recorder
-from aiocb.model.eager.masks import MaskKind, MaskRecorder
-from aiocb.model.eager.positions import find_tables, learn_tables, sequence_bound
+from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
+from aiocb.model.eager.masks import NotPlainError
+from aiocb.model.eager.positions import learn_tables, sequence_bound
 from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
 from aiocb.model.parity import probe_ids
@@ -40,7 +40,7 @@ from aiocb.step import StepEntry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTION_NAME", "ModelAdapter", "text_config"]
+__all__ = ["ATTENTION_NAME", "ModelAdapter"]
 
 ATTENTION_NAME = "aiocb"
 PROBE_NAME = "aiocb-probe"
@@ -61,75 +61,37 @@ class _Pass(NamedTuple):
     past: Any
 
 
-_PASS: ContextVar[_Pass | None] = ContextVar("aiocb_pass", default=None)
+_PASS: ContextVar[_Pass] = ContextVar("aiocb_pass")
+_current = _PASS.get
+"""Only a step, or a dry run, has one."""
 
 
-def _current() -> _Pass:
-    current = _PASS.get()
-    if current is None:
-        raise RuntimeError("the attention or the cache of an engine was used outside of its step")
-    return current
-
-
-def _attention_forward(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    return _current().handler.attend(module, query, key, value, attention_mask, scaling, options), None
+def _attention_forward(*args: Any, **options: Any) -> tuple[Tensor, None]:
+    return _current().handler.attend(AttentionCall(*args, **options)), None
 
 
 def _probe_mask(
     q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any = "cpu", **_: Any
 ) -> Tensor:
-    handler = _current().handler
-    assert isinstance(handler, MaskRecorder)
-    return handler.make_mask(mask_function, q_length, kv_length, torch.device(device))
+    recorder: Any = _current().handler
+    mask: Tensor = recorder.make_mask(mask_function, q_length, kv_length, torch.device(device))
+    return mask
 
 
-def _register() -> None:
-    """Make the names known to transformers. Idempotent."""
-    for name in (ATTENTION_NAME, PROBE_NAME):
-        if ALL_ATTENTION_FUNCTIONS.get(name) is not _attention_forward:
-            ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
-    if ALL_MASK_ATTENTION_FUNCTIONS.get(PROBE_NAME) is not _probe_mask:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
+ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
 
 
 class _Unanswered(NotPlainError, AttributeError):
     """Asked of the cache, which has no such thing: `hasattr` says no, and a model that goes on is refused."""
 
 
-class _Layer:
-    """Every layer of `StepCache`, for models that look at `cache.layers`."""
+class _NoLayers(list[Any]):
+    """Of the cache: there are none to look at, and who wants a certain one is refused."""
 
-    is_sliding = False
-    is_initialized = False
-    is_compileable = False
-    supports_early_init = False
-    keys = None
-    values = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _Unanswered(f"it works on its cache by itself ({name} of a layer)")
-
-    def get_seq_length(self) -> Any:
-        return _current().past
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-
-_LAYER: Any = _Layer()
+    def __getitem__(self, index: Any) -> Any:
+        raise NotPlainError("it works on its cache by itself, layer by layer")
 
 
 def _refuses(reason: str) -> Callable[..., Any]:
@@ -144,21 +106,17 @@ def _refuses(reason: str) -> Callable[..., Any]:
 class StepCache(Cache):
     """What the model takes for its cache: hands everything to the active handler and holds nothing itself."""
 
-    is_compileable = False
-    has_previous_state = _refuses("it keeps a recurrent state (has_previous_state)")
-    get_recurrent_state = _refuses("it keeps a recurrent state (get_recurrent_state)")
-    update_recurrent_state = _refuses("it keeps a recurrent state (update_recurrent_state)")
-    get_conv_state = _refuses("it keeps a convolution state (get_conv_state)")
-    update_conv_state = _refuses("it keeps a convolution state (update_conv_state)")
-    update_indexer = _refuses("it selects keys with an indexer (update_indexer)")
+    has_previous_state = get_recurrent_state = update_recurrent_state = _refuses("it keeps a recurrent state")
+    get_conv_state = update_conv_state = _refuses("it keeps a convolution state")
+    update_indexer = _refuses("it selects keys with an indexer")
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_LAYER] * num_layers)
+    def __init__(self) -> None:
+        super().__init__(layers=_NoLayers())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _Unanswered(f"it works with a cache of its own ({name})")
+        raise _Unanswered(f"it works on its cache by itself ({name})")
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Hand new keys and values [1, K, T, D] to the active handler."""
@@ -197,22 +155,35 @@ class ModelAdapter:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        _register()
-        self.view = View(model, ATTENTION_NAME)
+        self.view = View(model)
+        self.view.name_attention(ATTENTION_NAME)
         self.device: torch.device = model.device
-        self._arguments = _forward_arguments(self.view.model)
-        self._num_layers = 4096  # any index is answered in the dry run
         self._counts_by_cache = False
         self.length_bound = sequence_bound(text_config(model))
         try:
             with torch.inference_mode():
+                self._learn_arguments()
                 self._learn()
         except NotPlainError as error:
             raise ConfigError(_refusal(model, str(error))) from error
         except Exception as error:
             reason = f"its dry run failed with {type(error).__name__}: {error}"
             raise ConfigError(_refusal(model, reason)) from error
-        self._num_layers = max(self.specs) + 1
+
+    def _learn_arguments(self) -> None:
+        """Find out how this model's forward wants its arguments."""
+        model = self.view.model
+        parameters = inspect.signature(model.forward).parameters
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+        # What passes any keyword on has its parameters from a module within.
+        modules = model.modules() if takes_any else [model]
+        names = (name for module in modules for name in inspect.signature(module.forward).parameters)
+        # transformers 5.2x renamed past_key_values to cache.
+        self._cache_argument = next((name for name in names if name in ("cache", "past_key_values")), "")
+        if not self._cache_argument:
+            raise NotPlainError("its forward takes no cache")
+        self._takes_positions = "position_ids" in parameters or takes_any
+        self._takes_logit_rows = "logits_to_keep" in parameters
 
     def _learn(self) -> None:
         """Find out what the layers ask for, what their masks hide, and where positions come from."""
@@ -220,40 +191,27 @@ class ModelAdapter:
             if hasattr(module, KEPT_KEYS):  # counts the keys of all requests: nothing may be hidden from any of them
                 self._bound_length(getattr(module, KEPT_KEYS), f"{KEPT_KEYS} of its attention")
                 setattr(module, KEPT_KEYS, sys.maxsize)
-        try:
-            recorder, logits = self._dry_run()
-        except NotPlainError:
-            raise
-        except Exception:
-            self._dry_run(handler=MaskRecorder())  # may say why
-            raise NotPlainError("it works on its attention mask by itself") from None
-        assert recorder.dtype is not None
+        tried = self._try_dry_run()
+        if tried is None:
+            self._dry_run(attention=PROBE_NAME)  # may say why
+            raise NotPlainError("it works on its attention mask by itself")
+        recorder, logits = tried
         self.dtype: torch.dtype = recorder.dtype
         self.vocab_size = int(logits.shape[-1])
         self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
-        masks = self._learn_masks()
-        for layer, name in recorder.unsure.items():
-            if layer not in masks:
-                raise NotPlainError(f"{name} is not causal")
-        self._obey_masks(masks)
+        self._learn_masks(recorder.unsure)
         self._check_layers(len(recorder.attending))
         self._learn_tables()
         self._learn_counting()
 
-    def _learn_masks(self) -> dict[int, MaskKind]:
-        """Let the model build its masks once, and learn what they hide."""
-        recorder = MaskRecorder()
-        try:
-            self._dry_run(handler=recorder)
-        except NotPlainError:
-            raise
-        except Exception:
-            # A model that cannot work with such a mask: what its modules say has to do.
-            return {}
-        return recorder.kinds
-
-    def _obey_masks(self, masks: Mapping[int, MaskKind]) -> None:
-        """Take windows from the masks, and bound the length where a mask cuts the sequence into chunks."""
+    def _learn_masks(self, unsure: Mapping[int, str]) -> None:
+        """Let the model build its masks once: take windows from them, and the length of chunks for a bound."""
+        tried = self._try_dry_run(attention=PROBE_NAME)
+        # A model may be unable to work with such a mask: then, what its modules say has to do.
+        masks = {} if tried is None else tried[0].masks
+        for layer, name in unsure.items():
+            if layer not in masks:
+                raise NotPlainError(f"{name} is not causal")
         for layer, kind in masks.items():
             self.specs[layer] = self.specs[layer]._replace(window=kind.window)
             if kind.chunk is not None:
@@ -264,19 +222,15 @@ class ModelAdapter:
             self.length_bound = length, reason
 
     def _learn_tables(self) -> None:
-        """Find tables of positions that would not get the packed ones, and tell them."""
+        """Find tables of positions, and tell them the packed ones."""
         model = self.view.model
-        tables = find_tables(model)
-        if not tables:
-            return
         ids = torch.tensor([probe_ids(model, 3)], device=self.device)
-        gaps = torch.tensor([0, 2, 5], device=self.device)
 
         def run_own() -> None:
             self.view.name_attention("eager")  # which every model has
             model(input_ids=ids, use_cache=False)
 
-        learned, bound = learn_tables(tables, gaps, run_own, lambda: self._dry_run(gaps))
+        learned, bound = learn_tables(model, run_own)
         self._bound_length(bound, "rows of its table of positions")
         for table in learned:
             table.tell(lambda: _current().positions)
@@ -286,30 +240,37 @@ class ModelAdapter:
         longest = self.length_bound[0]
         for far in (max(longest - 8, longest // 2), longest // 2, 0):
             positions = torch.arange(3, device=self.device) + far
-            try:
-                plain = self._dry_run(positions)[1]
+            tried = self._try_dry_run(positions)
+            if tried is not None:
                 break
-            except NotPlainError:
-                raise
-            except Exception:
-                continue
         else:
             raise NotPlainError("its dry run failed at every position but the first ones")
         counted = self._dry_run(positions, past=far)[1]
-        if torch.allclose(plain, counted, rtol=0.0, atol=0.0, equal_nan=True):
+        if torch.allclose(tried[1], counted, rtol=0.0, atol=0.0, equal_nan=True):
             return
         self._counts_by_cache = True
         if not torch.equal(self._dry_run(positions)[1], counted):
             raise NotPlainError("it computes with the length of its cache")
 
+    def _try_dry_run(
+        self, positions: Tensor | None = None, attention: str = ATTENTION_NAME
+    ) -> tuple[Recorder, Tensor] | None:
+        """Return None where the model fails, unless it asks for something that is not there."""
+        try:
+            return self._dry_run(positions, attention)
+        except NotPlainError:
+            raise
+        except Exception:
+            return None
+
     def _dry_run(
-        self, positions: Tensor | None = None, handler: Recorder | None = None, past: int = 0
+        self, positions: Tensor | None = None, attention: str = ATTENTION_NAME, past: int = 0
     ) -> tuple[Recorder, Tensor]:
         """Run three tokens of one request and write down what the layers ask for."""
-        recorder = Recorder() if handler is None else handler
+        recorder = Recorder()
         ids = torch.tensor([probe_ids(self.view.model, 3)], device=self.device)
         positions = torch.arange(3, device=self.device) if positions is None else positions
-        self.view.name_attention(PROBE_NAME if isinstance(recorder, MaskRecorder) else ATTENTION_NAME)
+        self.view.name_attention(attention)
         try:
             rows = torch.tensor([0, 2], device=self.device)
             logits = self.forward(ids, positions.unsqueeze(0), rows, recorder, past)
@@ -325,14 +286,11 @@ class ModelAdapter:
         num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
         if isinstance(num_layers, int) and num_attending < num_layers:
             raise NotPlainError(f"only {num_attending} of its {num_layers} layers use the attention interface")
-        types = getattr(config, "layer_types", None)
-        if not isinstance(types, (list, tuple)) or len(types) != len(self.specs):
+        types = getattr(config, "layer_types", None) or ()
+        if len(types) != len(self.specs):
             return
         for kind, spec in zip(types, self.specs.values(), strict=True):
-            wrong = (kind == "sliding_attention" and spec.window is None) or (
-                kind == "full_attention" and spec.window is not None
-            )
-            if wrong:
+            if (kind, spec.window is None) in (("sliding_attention", True), ("full_attention", False)):
                 raise NotPlainError(
                     f"layer {spec.layer} is {kind} in its configuration but asks its attention for a window of "
                     f"{spec.window}"
@@ -350,10 +308,10 @@ class ModelAdapter:
         self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
     ) -> Tensor:
         """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
-        values: dict[str, Any] = {self._arguments.cache: StepCache(self._num_layers), "use_cache": True}
-        if self._arguments.takes_positions:
+        values: dict[str, Any] = {self._cache_argument: StepCache(), "use_cache": True}
+        if self._takes_positions:
             values["position_ids"] = positions
-        if self._arguments.takes_logit_rows:
+        if self._takes_logit_rows:
             values["logits_to_keep"] = logit_rows
         if self._counts_by_cache:
             # Such models add the length to 0, 1, 2, ...: what is added here makes the packed positions of it.
@@ -363,29 +321,9 @@ class ModelAdapter:
             logits: Tensor = self.view.model(input_ids=input_ids, **values).logits  # [1, N, V]
         finally:
             _PASS.reset(token)
-        if not self._arguments.takes_logit_rows:
+        if not self._takes_logit_rows:
             logits = logits.index_select(1, logit_rows)
         return logits[0]
-
-
-class _Arguments(NamedTuple):
-    """How this model's forward wants its arguments."""
-
-    cache: str
-    takes_positions: bool
-    takes_logit_rows: bool
-
-
-def _forward_arguments(model: PreTrainedModel) -> _Arguments:
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    # transformers 5.2x renamed past_key_values to cache; what passes any keyword on has it from a module within.
-    for module in model.modules() if takes_any else [model]:
-        names = inspect.signature(module.forward).parameters
-        cache = next((name for name in ("cache", "past_key_values") if name in names), None)
-        if cache is not None:
-            return _Arguments(cache, "position_ids" in parameters or takes_any, "logits_to_keep" in parameters)
-    raise ConfigError(_refusal(model, "its forward takes no cache"))
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> str:

@@ -56,61 +56,46 @@ def pack(
     rows = [entries[index] for index in order]
     owners = [records[index] for index in order]
 
-    computed_list = [entry.num_computed_tokens for entry in rows]
-    new_list = [entry.num_new_tokens for entry in rows]
-    computed, new = np.array(computed_list, dtype=_INT), np.array(new_list, dtype=_INT)
-    lengths = computed + new
-    starts = np.zeros(len(rows) + 1, dtype=_INT)
-    np.cumsum(new, out=starts[1:])
-    num_tokens = int(starts[-1])
+    page_size = layout.page_size
+    computed = np.array([entry.num_computed_tokens for entry in rows], dtype=_INT)
+    new = np.array([entry.num_new_tokens for entry in rows], dtype=_INT)
+    lengths, starts = computed + new, _bounds(new)
 
-    decodes = zip(rows[:num_decodes], owners)
-    ids = array("q", [record.tokens[entry.num_computed_tokens] for entry, record in decodes])
-    for entry, record in zip(rows[num_decodes:], owners[num_decodes:], strict=True):
+    ids = array("q")
+    for entry, record in zip(rows, owners, strict=True):
         first = entry.num_computed_tokens
         ids.extend(record.tokens[first : first + entry.num_new_tokens])
 
     # Position of packed token t of row r: computed[r] + t - starts[r].
     row_of_token = np.repeat(np.arange(len(rows)), new)
-    positions = np.arange(num_tokens, dtype=_INT) + (computed - starts[:-1])[row_of_token]
+    positions = np.arange(starts[-1], dtype=_INT) + (computed - starts[:-1])[row_of_token]
 
+    last_pages = -(-lengths // page_size)
     groups = []
-    for index, group in enumerate(layout.groups):
-        tables = [record.tables[index] for record in owners]
-        groups.append(
-            _group_tables(tables, group.window, layout.page_size, computed, lengths, positions, row_of_token, device)
-        )
+    for index, (window, *_) in enumerate(layout.groups):
+        first_pages = np.zeros_like(computed) if window is None else np.maximum(computed - window + 1, 0) // page_size
+        visible = zip(owners, first_pages.tolist(), last_pages.tolist(), strict=True)
+        tables = [record.tables[index][first:last] for record, first, last in visible]
+        pages = np.frombuffer(array("i", chain.from_iterable(tables)), dtype=np.int32)
+        page_starts = _bounds(last_pages - first_pages)
+        if len(pages) != page_starts[-1]:
+            raise ValueError("a block table is shorter than the tokens that it has to hold")
+        place = positions // page_size + (page_starts[:-1] - first_pages)[row_of_token]
+        slots = torch.from_numpy(pages[place].astype(_INT) * page_size + positions % page_size).to(device)
+        groups.append(GroupTables(window, slots, pages, page_starts, first_pages * page_size))
     return PackedStep(
         torch.from_numpy(np.frombuffer(ids, dtype=_INT).copy()).to(device).unsqueeze(0),
         torch.from_numpy(positions).to(device).unsqueeze(0),
         torch.from_numpy(_logit_rows(entries, order, starts)).to(device),
-        StepBatch(num_decodes, starts, computed, lengths, tuple(groups), layout.page_size, device, dtype),
+        StepBatch(num_decodes, starts, computed, lengths, tuple(groups), page_size, device, dtype),
     )
 
 
-def _group_tables(
-    tables: Sequence[Sequence[int]],
-    window: int | None,
-    page_size: int,
-    computed: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    positions: npt.NDArray[np.int64],
-    row_of_token: npt.NDArray[np.int64],
-    device: torch.device,
-) -> GroupTables:
-    """Cut each block table to its visible pages, and look up where the new tokens go."""
-    first_pages = np.zeros_like(computed) if window is None else np.maximum(computed - window + 1, 0) // page_size
-    last_pages = (lengths + page_size - 1) // page_size
-    bounds = zip(tables, first_pages.tolist(), last_pages.tolist(), strict=True)
-    flat = array("i", chain.from_iterable(table[first:last] for table, first, last in bounds))
-    pages = np.frombuffer(flat, dtype=np.int32)
-    page_starts = np.zeros(len(tables) + 1, dtype=_INT)
-    np.cumsum(last_pages - first_pages, out=page_starts[1:])
-    if len(pages) != page_starts[-1]:
-        raise ValueError("a block table is shorter than the tokens that it has to hold")
-    index = positions // page_size + (page_starts[:-1] - first_pages)[row_of_token]
-    slots = pages[index].astype(_INT) * page_size + positions % page_size
-    return GroupTables(window, torch.from_numpy(slots).to(device), pages, page_starts, first_pages * page_size)
+def _bounds(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where each of some parts begins, and where the last one ends."""
+    bounds = np.zeros(len(counts) + 1, dtype=_INT)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds
 
 
 def _logit_rows(entries: Sequence[StepEntry], order: list[int], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from aiocb.attention import create_backend
 from aiocb.attention.base import AttentionBackend, LayerSpec
@@ -17,12 +16,11 @@ from aiocb.kernels.generic import GenericKernels
 from aiocb.model.kv import format_size, free_memory
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from aiocb.model.eager.linears import PackedLinears
 
 __all__ = ["choose_backend", "pack_linears"]
-
-AUTOMATIC = ("cpu", "sdpa", "eager")
-"""Backends that are tried when none is configured, best first."""
 
 ALL_PACKED = 0.9
 """Share of the weights of products that must be packed for torch to be held to one thread."""
@@ -31,53 +29,39 @@ ALL_PACKED = 0.9
 def choose_backend(
     specs: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device, config: EngineConfig
 ) -> tuple[AttentionBackend, Choice]:
-    """Take the configured backend, else the first that can run every layer.
+    """Take the configured backend, else the native one where it can run every layer.
 
     Raises:
-        ConfigError: the configured backend cannot run this model, or none can.
+        ConfigError: the configured backend cannot run this model.
     """
-    layers = tuple(specs)
-    dtype_name = str(dtype).removeprefix("torch.")
-
-    def refusal(backend: AttentionBackend) -> str | None:
-        sizes = backend.capabilities.page_sizes
-        if sizes and config.page_size not in (None, *sizes):
-            return f"it works on pages of {', '.join(map(str, sizes))} tokens, not {config.page_size}"
-        reasons = (backend.capabilities.refusal(spec, device.type, dtype_name) for spec in layers)
-        return next((reason for reason in reasons if reason is not None), None)
-
+    asked = tuple(specs), device.type, str(dtype).removeprefix("torch."), config.page_size
     if config.attention is not None:
         backend = create_backend(config.attention)
-        reason = refusal(backend)
+        reason = backend.capabilities.refusal(*asked)
         if reason is not None:
             raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
         return backend, Choice("attention", config.attention, "configured")
-    reasons: list[str] = []
-    for name in AUTOMATIC:
-        if name == "cpu" and (config.native is False or device.type != "cpu"):
-            continue
+    why = f"plain torch on {device.type}"
+    if config.native is not False and device.type == "cpu":
         try:
-            backend = create_backend(name)
+            backend = create_backend("cpu")
+            reason = backend.capabilities.refusal(*asked)
         except ConfigError as error:
-            reasons.append(str(error))
-            continue
-        reason = refusal(backend)
+            reason = str(error)
         if reason is None:
-            why = "native paged attention" if name == "cpu" else f"plain torch on {device.type}"
-            return backend, Choice("attention", name, "; ".join([why, *reasons]))
-        reasons.append(f"not {name}: {reason}")
-    raise ConfigError(f"no attention backend can run this model: {'; '.join(reasons)}")
+            return backend, Choice("attention", "cpu", "native paged attention")
+        why += f"; not cpu: {reason}"
+    return create_backend("sdpa"), Choice("attention", "sdpa", why)
 
 
 def pack_linears(
-    model: nn.Module, backend: AttentionBackend, config: EngineConfig
+    model: PreTrainedModel, backend: AttentionBackend, config: EngineConfig
 ) -> tuple[PackedLinears | None, Choice]:
     """Pack the model's linears for the native kernels, or say why they stay torch's."""
     if config.native is False:
         return None, Choice("linears", "torch", "native=False")
-    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    if device != "cpu":
-        return None, Choice("linears", "torch", f"the model is on {device}")
+    if model.device.type != "cpu":
+        return None, Choice("linears", "torch", f"the model is on {model.device.type}")
     from aiocb.model.eager.linears import PackedLinears, packed_bytes, packed_share
 
     size, free = packed_bytes(model), free_memory()

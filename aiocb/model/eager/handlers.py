@@ -7,19 +7,19 @@ Legend: T packed tokens, H query heads, K key/value heads, G = H / K, D head dim
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aiocb.attention.base import Attention, AttentionBackend, LayerSpec, StepBatch
-from aiocb.attention.paged import additive, causal_mask, explicit_attention
+from aiocb.attention.paged import RowKeys, additive, causal_mask, row_attention
+from aiocb.model.eager.masks import MaskFunction, MaskKind, NotPlainError, kind_of
 from aiocb.model.kv import PagedCache
 
-__all__ = ["KEPT_KEYS", "AttentionCall", "Handler", "NotPlainError", "PagedHandler", "Recorder"]
-
-_MISSING = object()
+__all__ = ["KEPT_KEYS", "AttentionCall", "Handler", "PagedHandler", "Recorder"]
 
 _HARMLESS = {
     "cache", "cache_position", "dropout", "is_causal", "layer_idx", "logits_to_keep", "num_items_in_batch",
@@ -33,181 +33,194 @@ KEPT_KEYS = "keep_window_size"
 """Attribute of modules that add a bias of their own to the scores, and hide all but so many keys (Doge)."""
 
 
-class NotPlainError(Exception):
-    """The model asks something of its cache or its attention that packed execution does not answer."""
+class AttentionCall:
+    """What an attention module asks for, read from the arguments that it gives to its attention function.
 
+    Attributes:
+        module: that asks.
+        query: [1, H, T, Dk]
+        key, value: [1, K, L, Dk] and [1, K, L, Dv]
+        mask: what the module adds to the scores; models whose masks are not built pass None.
+        scaling, window, softcap, sinks: as in `LayerSpec` and `Attention`.
+        options: all keywords.
+    """
 
-class Handler(Protocol):
-    """What answers the model during one forward pass."""
+    __slots__ = ("key", "mask", "module", "options", "query", "scaling", "sinks", "softcap", "value", "window")
 
-    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Take new keys and values [1, K, T, D]; return what the layer goes on with."""
-
-    def attend(
+    def __init__(
         self,
         module: torch.nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.module, self.query, self.key, self.value, self.mask = module, query, key, value, attention_mask
+        # None that is passed means full attention; only where nothing is passed does the module's own value count.
+        window = options["sliding_window"] if "sliding_window" in options else getattr(module, "sliding_window", None)
+        softcap = options.get("softcap")
+        self.window: int | None = int(window) if window else None
+        self.softcap: float | None = float(softcap) if softcap else None
+        self.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        self.sinks: Tensor | None = options.get("s_aux")
+        self.options = options
+
+
+class Handler(ABC):
+    """What answers the model during one forward pass.
+
+    Attributes:
+        updates: keys and values by layer, in the order in which they came; they are recognised by identity.
+    """
+
+    def __init__(self) -> None:
+        self.updates: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def owner(self, call: AttentionCall) -> int | None:
+        """Return the layer whose keys and values these are, or None when they were worked on since."""
+        for layer, (key, value) in reversed(self.updates.items()):
+            if key is call.key and value is call.value:
+                return layer
+        return None
+
+    @abstractmethod
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [1, K, T, D]; return what the layer goes on with."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
 
 
-class AttentionCall:
-    """The parts of an attention call that a `LayerSpec` is made of."""
-
-    __slots__ = ("scaling", "sinks", "softcap", "window")
-
-    def __init__(
-        self, module: torch.nn.Module, query: Tensor, scaling: float | None, options: Mapping[str, Any]
-    ) -> None:
-        # None that is passed means full attention; only where nothing is passed does the module's own value count.
-        window = options.get("sliding_window", _MISSING)
-        if window is _MISSING:
-            window = getattr(module, "sliding_window", None)
-        self.window: int | None = int(window) if window else None
-        self.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-        softcap = options.get("softcap")
-        self.softcap: float | None = float(softcap) if softcap else None
-        self.sinks: Tensor | None = options.get("s_aux")
-
-
-class Recorder:
-    """Handler of the dry run: one request from position 0, plain attention, everything written down.
+class Recorder(Handler):
+    """Handler of the dry runs: one request from position 0, plain attention, everything written down.
 
     Attributes:
         specs: by layer.
         attending: ids of the modules that have attended, and the layers that they attended to.
-        dtype: of keys and values.
-        layer: whose keys were attended to last.
         unsure: by layer, the module that does not say that it is causal: its mask has to.
+        masks: what they hide, by layer, where masks were asked for and arrived unchanged.
     """
 
     def __init__(self) -> None:
-        self.layer: int | None = None
-        self.unsure: dict[int, str] = {}
+        super().__init__()
         self.specs: dict[int, LayerSpec] = {}
         self.attending: set[tuple[int, int]] = set()
-        self.dtype: torch.dtype | None = None
-        self._device: torch.device | None = None
-        self._owners: dict[tuple[int, int], int] = {}
-        self._held: list[Tensor] = []
+        self.unsure: dict[int, str] = {}
+        self.masks: dict[int, MaskKind] = {}
         self._pending: int | None = None
-        self._last: int | None = None
-        self._shapes: dict[int, tuple[int, int, int]] = {}
+        self._handed_out: dict[int, tuple[Tensor, MaskFunction]] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return next(iter(self.updates.values()))[0].dtype
+
+    def make_mask(self, mask_function: MaskFunction, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """Make a causal mask that is recognised when it comes back: [1, 1, num_queries, num_keys]."""
+        mask = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device).tril()
+        self._handed_out[mask.untyped_storage().data_ptr()] = (mask, mask_function)
+        return mask
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Note the shapes and hand back what came."""
-        if self._pending is not None:
-            raise NotPlainError(f"layer {self._pending} updates the cache but has its own attention code")
-        if key.dim() != 4 or key.shape[0] != 1 or value.dim() != 4 or key.shape[2] != value.shape[2]:
+        """Note the keys and values, and hand back what came."""
+        self._check_attended()
+        if key.dim() != 4 or value.dim() != 4 or len(key) != 1 or key.shape[:3] != value.shape[:3]:
             raise NotPlainError(f"layer {layer} caches tensors of shape {tuple(key.shape)} and {tuple(value.shape)}")
-        self.dtype = self.dtype or key.dtype
-        if key.dtype != self.dtype or value.dtype != self.dtype:
-            raise NotPlainError(f"layer {layer} caches {key.dtype} and {value.dtype} where others use {self.dtype}")
-        self._device = self._device or key.device
-        if key.device != self._device:
-            raise NotPlainError(f"layer {layer} is on {key.device}, others on {self._device}; put it on one device")
-        if layer in self._shapes:
+        first = next(iter(self.updates.values()), (key, value))[0]
+        if key.dtype != first.dtype or value.dtype != first.dtype:
+            raise NotPlainError(f"layer {layer} caches {key.dtype} and {value.dtype} where others use {first.dtype}")
+        if key.device != first.device:
+            raise NotPlainError(f"layer {layer} is on {key.device}, others on {first.device}; put it on one device")
+        if layer in self.updates:
             raise NotPlainError(f"layer {layer} updates the cache twice in one pass")
-        self._shapes[layer] = (key.shape[1], key.shape[3], value.shape[3])
-        if value.shape[1] != key.shape[1]:
-            raise NotPlainError(f"layer {layer} has {key.shape[1]} key and {value.shape[1]} value heads")
-        self._pending = self._last = layer
-        self._owners[id(key), id(value)] = layer
-        self._held += (key, value)
+        self.updates[layer] = key, value
+        self._pending = layer
         return key, value
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attend plainly, and write down what the layer asked for."""
-        if mask is not None and not hasattr(module, KEPT_KEYS):
-            raise NotPlainError(f"{type(module).__name__} brings its own attention mask")
-        unknown = [name for name, option in options.items() if name not in _HARMLESS and isinstance(option, Tensor)]
+        module, query, name = call.module, call.query, type(call.module).__name__
+        bias = None if self._handed_out else call.mask
+        if bias is not None and not hasattr(module, KEPT_KEYS):
+            raise NotPlainError(f"{name} brings its own attention mask")
+        unknown = [key for key, option in call.options.items() if key not in _HARMLESS and isinstance(option, Tensor)]
         if unknown:
-            raise NotPlainError(f"{type(module).__name__} passes {', '.join(unknown)} to its attention function")
-        call = AttentionCall(module, query, scaling, options)
-        owner = self._owners.get((id(key), id(value)))
-        is_gathered = owner is None or mask is not None
+            raise NotPlainError(f"{name} passes {', '.join(unknown)} to its attention function")
+        owner = self.owner(call)
         # Keys that were worked on belong to the layer that updated last (which may attend to them several times).
-        layer = owner if owner is not None else self._last
-        if layer is None or key.shape[2] != query.shape[2]:
-            raise NotPlainError(f"{type(module).__name__} attends to keys that did not come from the cache")
+        layer = next(reversed(self.updates), None) if owner is None else owner
+        if layer is None or call.key.shape[2] != query.shape[2]:
+            raise NotPlainError(f"{name} attends to keys that did not come from the cache")
         self._pending = None
-        self.layer = layer
-        if options.get("is_causal", getattr(module, "is_causal", True)) is False:
-            self.unsure[layer] = type(module).__name__
-        num_kv_heads, key_dim, value_dim = self._shapes[layer]
+        if call.options.get("is_causal", getattr(module, "is_causal", True)) is False:
+            self.unsure[layer] = name
+        key, value = self.updates[layer]
         spec = LayerSpec(
             layer,
-            query.shape[1],
-            num_kv_heads,
-            key_dim,
-            value_dim,
-            call.scaling,
-            call.window,
-            call.softcap,
-            call.sinks is not None,
-            is_gathered,
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            scaling=call.scaling,
+            window=call.window,
+            softcap=call.softcap,
+            has_sinks=call.sinks is not None,
+            is_gathered=owner is None or bias is not None,
         )
+        # Two users of one layer's keys (shared keys) may have different settings: each call brings its own.
         known = self.specs.setdefault(layer, spec)
         if known.window != spec.window:
             raise NotPlainError(f"layer {layer} is attended to with windows {known.window} and {spec.window}")
-        if known != spec:
-            # Two users of one layer's keys (shared keys) with different settings: each call brings its own.
-            self.specs[layer] = known._replace(is_gathered=known.is_gathered or spec.is_gathered)
+        self.specs[layer] = known._replace(is_gathered=known.is_gathered or spec.is_gathered)
         self.attending.add((id(module), layer))
-        return _plain_attention(call, query, key, value, mask)
+        if self._handed_out:
+            self._note_mask(call, layer)
+        length = query.shape[2]
+        mask = additive(causal_mask(0, length, 0, length, call.window, query.device), query.dtype)
+        keys = RowKeys(call.key[0], call.value[0], 0, None if bias is None else bias[0])
+        return row_attention(spec, query[0].transpose(0, 1), keys, mask, call.sinks).unsqueeze(0).contiguous()
+
+    def _note_mask(self, call: AttentionCall, layer: int) -> None:
+        if not isinstance(call.mask, Tensor):
+            return
+        known = self._handed_out.get(call.mask.untyped_storage().data_ptr())
+        if hasattr(call.module, KEPT_KEYS) and len(self._handed_out) == 1:  # put into a bias
+            known = next(iter(self._handed_out.values()))
+        if known is not None:
+            kind = kind_of(known[1])
+            if self.masks.setdefault(layer, kind) != kind:
+                raise NotPlainError(f"layer {layer} is attended to with different masks")
 
     def check_finished(self) -> None:
         """Raise when the last update was never attended to."""
-        if self._pending is not None:
-            raise NotPlainError(f"layer {self._pending} updates the cache but has its own attention code")
+        self._check_attended()
         if not self.specs:
             raise NotPlainError("no layer uses the cache and the attention interface")
 
-
-def _plain_attention(call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    """Attend for one request from position 0: query [1, H, T, D], bias [1, H, T, T] -> [1, T, H, Dv]."""
-    num_kv_heads = key.shape[1]
-    spec = LayerSpec(0, query.shape[1], num_kv_heads, key.shape[3], value.shape[3], call.scaling, softcap=call.softcap)
-    q = query.reshape(1, num_kv_heads, -1, query.shape[2], query.shape[3])  # [1, K, G, T, D]
-    mask = additive(causal_mask(0, query.shape[2], 0, key.shape[2], call.window, query.device), query.dtype)
-    if bias is not None:
-        mask = mask + bias.reshape(*q.shape[:4], -1)
-    out = explicit_attention(spec, q, key, value, mask, call.sinks)
-    return out.flatten(1, 2).transpose(1, 2).contiguous()
+    def _check_attended(self) -> None:
+        if self._pending is not None:
+            raise NotPlainError(f"layer {self._pending} updates the cache but has its own attention code")
 
 
-class PagedHandler:
+class PagedHandler(Handler):
     """Handler of a step: keys go to pages, attention goes to the backend."""
-
-    __slots__ = ("_backend", "_batch", "_cache", "_held", "_metadata", "_owners", "_pending", "_specs")
 
     def __init__(
         self, backend: AttentionBackend, cache: PagedCache, specs: Mapping[int, LayerSpec], batch: StepBatch
     ) -> None:
+        super().__init__()
         self._backend = backend
         self._cache = cache
         self._specs = specs
         self._batch = batch
         self._metadata: dict[int, Any] = {}
-        self._owners: dict[tuple[int, int], int] = {}
-        self._held: list[Tensor] = []
-        self._pending = -1
+        self._last = -1
 
-    def _group_metadata(self, group: int) -> Any:
+    def _metadata_of(self, layer: int) -> Any:
+        group = self._cache.group_of_layer[layer]
         metadata = self._metadata.get(group)
         if metadata is None:
             metadata = self._metadata[group] = self._backend.prepare(self._batch, group)
@@ -215,45 +228,30 @@ class PagedHandler:
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Write keys and values [1, K, T, D] to their pages; return them, or all of them where the layer needs all."""
-        group = self._cache.group_of_layer[layer]
-        storage = self._cache.storage[layer]
-        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, K, D]
-        metadata = self._group_metadata(group)
-        self._backend.write(storage, metadata, k, v)
-        self._pending = layer
+        storage, metadata = self._cache.storage[layer], self._metadata_of(layer)
+        self._backend.write(storage, metadata, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        self._last = layer
         if self._specs[layer].is_gathered:
             all_keys, all_values = self._backend.gather(storage, metadata)
             return all_keys.unsqueeze(0), all_values.unsqueeze(0)
-        # Keys and values are recognised by identity; held, so that no id is used twice within the step.
-        self._owners[id(key), id(value)] = layer
-        self._held += (key, value)
+        self.updates[layer] = key, value
         return key, value
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
-        call = AttentionCall(module, query, scaling, options)
-        q = query[0].transpose(0, 1)  # [T, H, D]
-        layer = self._owners.get((id(key), id(value)))
-        spec = self._specs[self._pending if layer is None else layer]
+        query, key, value = call.query[0].transpose(0, 1), call.key[0], call.value[0]  # [T, H, D], [K, L, D]
+        layer = self.owner(call)
+        spec = self._specs[self._last if layer is None else layer]
         if spec.scaling != call.scaling or spec.softcap != call.softcap:
             spec = spec._replace(scaling=call.scaling, softcap=call.softcap)
-        metadata = self._group_metadata(self._cache.group_of_layer[spec.layer])
+        metadata = self._metadata_of(spec.layer)
         if layer is None:
             spec = spec._replace(
-                num_heads=query.shape[1], num_kv_heads=key.shape[1], key_dim=key.shape[3], value_dim=value.shape[3]
+                num_heads=query.shape[1], num_kv_heads=len(key), key_dim=key.shape[2], value_dim=value.shape[2]
             )
-            bias = None if mask is None else mask[0]  # [H, T, sum of L]
-            out = self._backend.attend_gathered(Attention(spec, q, key[0], value[0], call.sinks, bias), metadata)
+            bias = None if call.mask is None else call.mask[0]  # [H, T, sum of L]
+            out = self._backend.attend_gathered(Attention(spec, query, key, value, call.sinks, bias), metadata)
         else:
-            k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            out = self._backend.attend(Attention(spec, q, k, v, call.sinks), self._cache.storage[layer], metadata)
+            attention = Attention(spec, query, key.transpose(0, 1), value.transpose(0, 1), call.sinks)
+            out = self._backend.attend(attention, self._cache.storage[layer], metadata)
         return out.contiguous().unsqueeze(0)

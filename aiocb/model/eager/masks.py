@@ -7,20 +7,22 @@ that no step ever uses. The mask counts where it and the module disagree: it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import bisect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from aiocb.model.eager.handlers import KEPT_KEYS, NotPlainError, Recorder
-
-__all__ = ["MaskKind", "MaskRecorder", "kind_of"]
+__all__ = ["MaskFunction", "MaskKind", "NotPlainError", "kind_of"]
 
 _FAR = 1 << 24
 
 MaskFunction = Callable[..., Any]
 """Of (batch, head, query, key): True where the query sees the key."""
+
+
+class NotPlainError(Exception):
+    """The model asks something of its cache, its masks or its attention that packed execution does not answer."""
 
 
 class MaskKind(NamedTuple):
@@ -40,66 +42,21 @@ def kind_of(mask_function: MaskFunction) -> MaskKind:
     def sees(query: int, key: int) -> bool:
         return bool(mask_function(0, 0, torch.tensor(query), torch.tensor(key)))
 
-    def first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:
-        # holds(low) is false and holds(high) is true.
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds(middle) else (middle, high)
-        return high
-
     query = _FAR + 3
     if not sees(query, query) or sees(query, query + 1):
         raise NotPlainError("its mask is not causal")
     if sees(query, 0):
         return MaskKind()
-    oldest = first_true(0, query, lambda key: sees(query, key))
+    oldest = bisect.bisect_left(range(query), True, key=lambda key: sees(query, key))
     window = query - oldest + 1
     if sees(query + 1, oldest + 1) and not sees(query + 1, oldest):
-        if all(sees(query, key) for key in {oldest, oldest + window // 2, query}):
+        samples = {oldest, oldest + window // 2, *range(query - 8, query)}
+        if all(sees(query, key) == (key >= oldest) for key in samples):
             return MaskKind(window=window)
     elif not sees(query + _FAR, query):
-        boundary = first_true(query, query + _FAR, lambda later: not sees(later, query))
+        boundary = query + bisect.bisect_left(
+            range(query, query + _FAR), True, key=lambda later: not sees(later, query)
+        )
         if boundary - oldest > 0 and oldest % (boundary - oldest) == 0:
             return MaskKind(chunk=boundary - oldest)
     raise NotPlainError("its mask is neither full, nor a window, nor in chunks")
-
-
-class MaskRecorder(Recorder):
-    """Handler of the second dry run: hands out masks, and notes which layer gets which.
-
-    Attributes:
-        kinds: by layer, where the mask that was handed out arrived unchanged.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: dict[int, MaskKind] = {}
-        self._handed_out: dict[int, tuple[Tensor, MaskFunction]] = {}
-
-    def make_mask(self, mask_function: MaskFunction, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-        """Make a causal mask that is recognised when it comes back: [1, 1, num_queries, num_keys]."""
-        mask = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device).tril()
-        self._handed_out[mask.untyped_storage().data_ptr()] = (mask, mask_function)
-        return mask
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """Attend plainly, and note the kind of the mask."""
-        out = super().attend(module, query, key, value, None, scaling, options)
-        if isinstance(mask, Tensor) and self.layer is not None:
-            known = self._handed_out.get(mask.untyped_storage().data_ptr())
-            if hasattr(module, KEPT_KEYS) and len(self._handed_out) == 1:  # put into a bias
-                known = next(iter(self._handed_out.values()))
-            if known is not None:
-                kind = kind_of(known[1])
-                if self.kinds.setdefault(self.layer, kind) != kind:
-                    raise NotPlainError(f"layer {self.layer} is attended to with different masks")
-        return out

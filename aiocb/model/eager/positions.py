@@ -3,19 +3,19 @@
 Most models take `position_ids` and pass them on. Two kinds of tables do not get them: one whose module computes
 positions when it is not given any (bart and its family), and one that is indexed with an offset which the model adds
 only to positions that it made itself (roberta and its family). Both are learned by watching the tables in the model's
-own forward, and told the packed positions from then on.
+own forward, and told the packed positions from then on; so are those that would get them anyway.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PositionTable", "find_tables", "learn_tables", "sequence_bound"]
+__all__ = ["PositionTable", "learn_tables", "sequence_bound"]
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length",
                  "max_target_positions")  # fmt: skip
@@ -84,71 +84,27 @@ class PositionTable(NamedTuple):
         self.module.register_forward_pre_hook(inject, with_kwargs=True)
 
 
-def find_tables(model: nn.Module) -> list[nn.Module]:
-    """Find the modules that may be tables of positions, by name."""
-    found = []
+def learn_tables(model: nn.Module, run: Callable[[], Any]) -> tuple[list[PositionTable], int]:
+    """Watch how what may be a table of positions, by its name, is called in the model's own forward.
+
+    Args:
+        model: is searched.
+        run: runs a few tokens from position 0, without a cache.
+
+    Returns:
+        the tables that can be told positions; and how many positions there are in the smallest of them.
+    """
+    tables = []
     for name, module in model.named_modules():
         label = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         if "pos" in label and "embed" in label and not any(True for _ in module.children()):
-            found.append(module)
-    return found
-
-
-def learn_tables(
-    tables: list[nn.Module], positions: Tensor, run_own: Callable[[], Any], run_packed: Callable[[], Any]
-) -> tuple[list[PositionTable], int]:
-    """Compare how the tables are called in the model's own forward and in a packed one.
-
-    Args:
-        tables: candidates.
-        positions: what `run_packed` passes, and not what a model would make: [T] with gaps.
-        run_own: runs as many tokens from position 0, without a cache.
-        run_packed: runs a packed step.
-
-    Returns:
-        the tables that the passed positions do not reach, or reach without their offset; and how many positions there
-        are in the smallest table.
-    """
-    own, packed = _watch(tables, run_own), _watch(tables, run_packed)
-    learned: list[PositionTable] = []
-    bound = _UNBOUNDED
-    for module in tables:
-        own_call, packed_call = own.get(id(module)), packed.get(id(module))
-        if own_call is None or packed_call is None:
-            continue
-        rows = getattr(module, "num_embeddings", _UNBOUNDED)
-        parameters = list(inspect.signature(module.forward).parameters)
-        if "position_ids" in parameters:
-            index = parameters.index("position_ids")
-            is_by_place = len(packed_call.args) > index
-            given = packed_call.args[index] if is_by_place else packed_call.kwargs.get("position_ids")
-            is_told = _is_index(given) and torch.equal(given.flatten(), positions)
-            if not is_by_place and not is_told:
-                learned += _try_shapes(module, own_call)
-            bound = min(bound, rows)
-        elif own_call.args and packed_call.args and _is_index(own_call.args[0]) and _is_index(packed_call.args[0]):
-            made, used = own_call.args[0], packed_call.args[0]
-            offset = int(made.flatten()[0])
-            is_counting = torch.equal(made.flatten() - offset, torch.arange(made.numel(), device=made.device))
-            if is_counting:
-                bound = min(bound, rows - offset)
-                if not torch.equal(used.flatten(), positions + offset):
-                    learned.append(PositionTable(module, False, is_flat=made.dim() == 1, offset=offset))
-    return learned, bound
-
-
-class _Call(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-
-def _watch(tables: list[nn.Module], run: Callable[[], Any]) -> dict[int, _Call]:
-    """Run and note the last call of each table."""
-    calls: dict[int, _Call] = {}
+            tables.append(module)
+    if not tables:
+        return [], _UNBOUNDED
+    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls[id(module)] = _Call(args, dict(kwargs), output)
+        calls[module] = args, dict(kwargs), output
 
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in tables]
     try:
@@ -156,16 +112,28 @@ def _watch(tables: list[nn.Module], run: Callable[[], Any]) -> dict[int, _Call]:
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    learned: list[PositionTable] = []
+    bound = _UNBOUNDED
+    for module, (args, kwargs, output) in calls.items():
+        rows = getattr(module, "num_embeddings", _UNBOUNDED)
+        parameters = list(inspect.signature(module.forward).parameters)
+        if "position_ids" in parameters:
+            bound = min(bound, rows)
+            if len(args) <= parameters.index("position_ids"):
+                learned += _try_shapes(module, args, kwargs, output)
+        elif args and isinstance(args[0], Tensor) and args[0].numel() and not args[0].is_floating_point():
+            made = args[0]
+            offset = int(made.flatten()[0])
+            if torch.equal(made.flatten() - offset, torch.arange(made.numel(), device=made.device)):
+                bound = min(bound, rows - offset)
+                learned.append(PositionTable(module, False, is_flat=made.dim() == 1, offset=offset))
+    return learned, bound
 
 
-def _is_index(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and not value.is_floating_point() and value.numel() > 0
-
-
-def _try_shapes(module: nn.Module, own_call: _Call) -> Iterator[PositionTable]:
+def _try_shapes(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Iterator[PositionTable]:
     """Yield the table if explicit positions give what it gave by itself; some want [T], some [1, T]."""
-    args, kwargs, output = own_call
     if not isinstance(output, Tensor):
         return
     positions = torch.arange(output.shape[-2], device=output.device)

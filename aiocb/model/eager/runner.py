@@ -20,10 +20,11 @@ from torch import Tensor
 from aiocb.attention.base import KVFormat
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, pack_linears
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
-from aiocb.model.parity import check_parity as check_parity_of
+from aiocb.model.parity import check_parity
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
 from aiocb.step import CacheLayout, ImmediateRunner, StepEntry, StepPlan, StepResult
@@ -44,7 +45,6 @@ class TorchRunner(ImmediateRunner):
         config: page size, blocks, memory and attention are taken from it.
         sampler: called once per step.
         max_model_len: most tokens of a request.
-        check_parity: compare one prompt with the model's own forward.
 
     Raises:
         ConfigError: the model, the attention backend or the cache cannot work.
@@ -57,56 +57,48 @@ class TorchRunner(ImmediateRunner):
         sampler: Sampler,
         *,
         max_model_len: int,
-        check_parity: bool = True,
     ) -> None:
         self._model = model
         self._adapter = ModelAdapter(model)
         self._linears: PackedLinears | None = None
         self._num_threads = config.num_threads
         self._sampler = sampler
-        self._vocab_size = self._adapter.vocab_size
+        self.vocab_size = self._adapter.vocab_size
         bound, reason = self._adapter.length_bound
         self._max_model_len = min(max_model_len, bound)
-        self._length = (Choice("max_model_len", str(bound), reason),) if bound < max_model_len else ()
-        self._uses_native = False
-        self.choices: Sequence[Choice] = ()
+        length = (Choice("max_model_len", str(bound), reason),) if bound < max_model_len else ()
         try:
-            self._assemble(config, check_parity)
+            choices = self._assemble(config)
         except ConfigError as error:
             if config.native is not None or not self._uses_native:
                 raise
             self._close_linears()
-            self._assemble(dataclasses.replace(config, native=False), check_parity)
-            self.choices = (Choice("generic kernels", "off", str(error)), *self.choices)
+            choices = self._assemble(dataclasses.replace(config, native=False))
+            length = (Choice("generic kernels", "off", str(error)), *length)
+        self.choices: Sequence[Choice] = (*length, *choices)
 
-    def _assemble(self, config: EngineConfig, check_parity: bool) -> None:
+    def _assemble(self, config: EngineConfig) -> list[Choice]:
         """Choose attention and linears, size the cache, and compare with the model's own forward."""
         adapter = self._adapter
+        self._uses_native = False
         self._backend, attention_choice = choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
         self._uses_native = self._backend.name == "cpu"
         self._linears, linears_choice = pack_linears(adapter.view.model, self._backend, config)
         self._uses_native |= self._linears is not None
-        kv_format, name = KVFormat.of(adapter.dtype), self._backend.name
-        page_size, page_choice = choose_page_size(
-            config, self._backend.capabilities.default_page_size, f"attention {name!r}"
-        )
+        kv_format = KVFormat.of(adapter.dtype)
+        page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
         layout, layout_choice = choose_layout(
             kv_format, adapter.specs.values(), page_size, config, self._max_model_len, adapter.device
         )
         self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
         self._records = Records(len(layout.groups))
-        parity = (check_parity_of(self._model, self, kv_format.name),) if check_parity else ()
-        self.choices = (*self._length, attention_choice, linears_choice, page_choice, layout_choice, *parity)
+        parity = check_parity(self._model, self, kv_format.name)
+        return [attention_choice, linears_choice, page_choice, layout_choice, parity]
 
     @property
     def cache_layout(self) -> CacheLayout:
         """The paged cache that this runner holds."""
         return self._cache.layout
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the logits."""
-        return self._vocab_size
 
     @property
     def max_model_len(self) -> int:
@@ -149,9 +141,6 @@ class TorchRunner(ImmediateRunner):
         wanted = self._num_threads or before
         if self._linears is not None and self._linears.has_own_threads:
             wanted = 1
-        if wanted == before:
-            yield
-            return
         torch.set_num_threads(wanted)
         try:
             yield

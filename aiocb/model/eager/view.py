@@ -56,9 +56,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "transformers", "acc
 
 def text_config(model: Any) -> Any:
     """The config of the decoder: nested in composite models."""
-    config: Any = model.config
-    getter = getattr(config, "get_text_config", None)
-    return config if getter is None else getter(decoder=True)
+    return model.config.get_text_config(decoder=True)
 
 
 class View:
@@ -66,7 +64,6 @@ class View:
 
     Args:
         model: is not changed, now or later, whatever is done with the view.
-        attention: name of the attention function in the view's configurations; None leaves theirs.
 
     Attributes:
         model: the twin of the model, in eval mode.
@@ -75,12 +72,10 @@ class View:
         ConfigError: a patched forward leads to the model's modules in a way that cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, attention: str | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         copier = _Copier(model)
         self.model: Any = copier.twin_of(model)
         self._configs = [config for config in copier.copies.values() if isinstance(config, PreTrainedConfig)]
-        if attention is not None:
-            self.name_attention(attention)
 
     def name_attention(self, name: str) -> None:
         """Let every module of the view call the attention function of this name."""
