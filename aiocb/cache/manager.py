@@ -59,17 +59,15 @@ class CacheManager:
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens (prompt and output) that one request can ever have; `sys.maxsize` without a full group."""
-        full = [pool.num_usable for pool, window in zip(self.pools, self._windows, strict=True) if window is None]
-        # The KV of the last output token is never computed.
-        return min(full) * self.page_size + 1 if full else sys.maxsize
-
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """True when a request of so many tokens (prompt and output) fits into an otherwise empty cache."""
-        blocks = self._num_pages(max(num_tokens - 1, 1))
-        return all(
-            self._most_blocks(window, blocks, 1) <= pool.num_usable
-            for pool, window in zip(self.pools, self._windows, strict=True)
+        """The most tokens (prompt and output) that one request can ever have; `sys.maxsize` where nothing bounds it."""
+        # The KV of the last output token is never computed. A sliding group that holds its window holds any length.
+        return min(
+            (
+                pool.num_usable * self.page_size + 1
+                for pool, window in zip(self.pools, self._windows, strict=True)
+                if window is None or self._most_blocks(window, pool.num_usable + 1, 1) > pool.num_usable
+            ),
+            default=sys.maxsize,
         )
 
     def has_margin(self, share: float, gains: Sequence[int] | None = None) -> bool:

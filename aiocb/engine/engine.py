@@ -453,6 +453,17 @@ class Engine:
         return None if session is None or session.text is None else session.text.tokenizer
 
     @property
+    def max_request_tokens(self) -> int:
+        """The most tokens, prompt and output together, that one request can have.
+
+        Raises:
+            EngineClosed, EngineDead: the engine is not running.
+        """
+        limits = self._running().limits
+        assert limits is not None
+        return limits.longest
+
+    @property
     def state(self) -> EngineState:
         """Where the engine is in its life."""
         session = self._session

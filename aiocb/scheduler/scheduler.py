@@ -156,7 +156,7 @@ class Scheduler:
         Raises:
             InvalidRequest: it could never fit into the cache.
         """
-        if not self.cache.can_ever_fit(request.max_tokens):
+        if request.max_tokens > self.cache.max_request_tokens:
             raise InvalidRequest(
                 f"{request.max_tokens} tokens (prompt and output) can never fit into the cache: shorten the prompt, "
                 "lower max_new_tokens or raise num_blocks"

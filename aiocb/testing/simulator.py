@@ -25,7 +25,6 @@ from aiocb.cache.manager import CacheManager
 from aiocb.config import EngineConfig
 from aiocb.engine.core import Command, EngineCore
 from aiocb.engine.delivery import failed
-from aiocb.engine.limits import most_tokens
 from aiocb.engine.output import Submission
 from aiocb.engine.prepare import Limits, prepare_tokens
 from aiocb.engine.room import Room
@@ -191,7 +190,7 @@ class Simulation:
             clock=lambda: self.now,
             random_source=random.Random(chance.random()),
         )
-        self.limits = Limits(self._built.defaults, most_tokens(cache, MAX_MODEL_LEN))
+        self.limits = Limits(self._built.defaults, cache.max_request_tokens)
         self.sinks = [Sink(self.room.open_line()), Sink(self.room.open_line())]  # a busy event loop and a quiet one
         self._num_pauses = 0
         self._num_idle = 0

@@ -416,6 +416,25 @@ async def test_describe_and_repr(tokenizer: Any) -> None:
     assert "closed" in repr(engine)
 
 
+@pytest.mark.parametrize(("max_model_len", "num_blocks", "expected"), [(20, 100, 20), (1000, 3, 33)])
+async def test_how_long_a_request_can_be(max_model_len: int, num_blocks: int, expected: int) -> None:
+    """The model's positions or the cache, whichever is smaller; it fits, and one more does not."""
+    runner = FakeRunner(vocab_size=50, max_model_len=max_model_len, num_blocks=num_blocks, page_size=16)
+    engine = fake_engine(runner=runner)
+    with pytest.raises(aiocb.EngineClosed):
+        _ = engine.max_request_tokens
+    async with engine:
+        longest = engine.max_request_tokens
+        assert longest == expected
+        assert {choice.name: choice.value for choice in engine.describe()}["max_request_tokens"] == str(longest)
+        completion = await engine.generate([1] * 3, max_new_tokens=longest - 3, ignore_eos=True)
+        assert completion.usage.num_tokens == longest
+        with pytest.raises(aiocb.InvalidRequest):
+            await engine.generate([1] * 3, max_new_tokens=longest - 2)
+    with pytest.raises(aiocb.EngineClosed):
+        _ = engine.max_request_tokens
+
+
 def test_the_core_can_be_asked_between_two_steps() -> None:
     """`EngineCore.call` answers after what was asked for before it has been delivered."""
     from aiocb.cache.manager import CacheManager
