@@ -197,14 +197,14 @@ class EngineCore:
         group = ParallelGroup() if len(submission.lanes) > 1 else None
         for lane in submission.lanes:
             request = Request(
-                next(self._request_ids),
-                prompt,
-                sampling,
+                list(prompt),
+                submission.cache_salt,
+                id=next(self._request_ids),
+                sampling=sampling,
                 max_tokens=len(prompt) + submission.max_output_tokens,
                 seed=lane_seed(seed, lane.index),
                 index=lane.index,
                 priority=submission.priority,
-                cache_salt=submission.cache_salt,
                 deadline=submission.deadline,
                 queue_deadline=submission.queue_deadline,
                 submitted_at=submission.submitted_at,
@@ -212,10 +212,8 @@ class EngineCore:
                 group=group,
             )
             requests.append(request)
-        if group is None:
-            self.scheduler.add(requests[0])
-        else:
-            self.scheduler.add_group(requests)
+        for request in requests:
+            self.scheduler.add(request)
 
     def abort(self, slot: Slot) -> None:
         """End a stream whose reader has left; nothing more is delivered. Unknown or ended streams are ignored."""

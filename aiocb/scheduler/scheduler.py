@@ -31,7 +31,7 @@ from aiocb.scheduler.admission import Admission
 from aiocb.scheduler.draft import Draft
 from aiocb.scheduler.events import Finished, Update
 from aiocb.scheduler.queue import Deadlines
-from aiocb.scheduler.request import ParallelGroup, Request, RequestStatus
+from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.roster import Roster
 from aiocb.step import StepEntry, StepPlan, StepResult
 
@@ -167,29 +167,6 @@ class Scheduler:
         request.rank = (request.priority if self.scheduler_type == "priority" else 0, request.arrival)
         self._deadlines.push(request)
         self._roster.queue.push(request)
-
-    def add_group(self, requests: Sequence[Request]) -> ParallelGroup:
-        """Add the n samples of one prompt, all or none; the prompt is computed once.
-
-        Raises:
-            InvalidRequest: one of them could never fit into the cache; none was added.
-        """
-        groups = {id(request.group): request.group for request in requests}
-        group = next(iter(groups.values()), None) or ParallelGroup()
-        if len(groups) > 1:
-            raise ValueError("the samples of one prompt share one group")
-        if any(request.tokens != requests[0].tokens for request in requests):
-            raise ValueError("the samples of one prompt have one prompt")
-        for request in requests:
-            if request.group is None:
-                request.group = group
-                group.requests.append(request)
-        # The longest first: if that one is refused, no other has been added yet.
-        self.add(max(requests, key=lambda request: request.max_tokens))
-        for request in requests:
-            if request.arrival < 0:
-                self.add(request)
-        return group
 
     def finish(
         self,

@@ -71,17 +71,17 @@ class Harness:
     ) -> Request:
         """A request that has not been added yet."""
         request = Request(
-            len(self.requests) + 1,
-            prompt,
-            SamplingParams(**{"temperature": 0.0, "eos_token_id": (), "min_new_tokens": 0, **sampling}),
+            list(prompt),
+            salt,
+            id=len(self.requests) + 1,
+            sampling=SamplingParams(**{"temperature": 0.0, "eos_token_id": (), "min_new_tokens": 0, **sampling}),
             max_tokens=len(prompt) + num_output,
             seed=seed,
             priority=priority,
-            cache_salt=salt,
             deadline=deadline,
             queue_deadline=queue_deadline,
             group=group,
-            index=0 if group is None else len(group.requests),
+            index=sum(request.group is group for request in self.requests) if group is not None else 0,
         )
         self.requests.append(request)
         self.outputs[request.id] = []
@@ -96,7 +96,8 @@ class Harness:
         group = ParallelGroup()
         options.setdefault("temperature", 1.0)
         requests = [self.request(prompt, num_output, group=group, seed=1000 + i, **options) for i in range(n)]
-        self.scheduler.add_group(requests)
+        for request in requests:
+            self.scheduler.add(request)
         return requests
 
     def ended(self, finished: Finished | None) -> None:

@@ -11,7 +11,7 @@ from aiocb.testing.oracle import simple_layout
 
 
 def make(number: int, tokens: list[int], cache: CacheManager) -> Request:
-    request = Request(number, tokens, SamplingParams(), max_tokens=len(tokens) + 4)
+    request = Request(list(tokens), id=number, sampling=SamplingParams(), max_tokens=len(tokens) + 4)
     cache.match(request)
     cache.extend_block_hashes(request, len(tokens) // 4)
     return request

@@ -872,17 +872,6 @@ def test_a_group_in_a_full_cache() -> None:
     h.assert_quiescent()
 
 
-def test_a_group_is_of_one_prompt() -> None:
-    h = Harness()
-    a, b = h.request(prompt(4)), h.request(prompt(5))
-    with pytest.raises(ValueError, match="one prompt"):
-        h.scheduler.add_group([a, b])
-    group = h.scheduler.add_group([a, h.request(prompt(4))])
-    assert len(group.requests) == 2
-    with pytest.raises(ValueError, match="one group"):
-        h.scheduler.add_group([*group.requests[:1], h.request(prompt(4))])
-
-
 def test_times_are_the_callers() -> None:
     h = Harness(max_batch_tokens=8)
     request = h.add(prompt(12), 2)
