@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 __all__ = ["CachedSequence"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class CachedSequence:
     """Tokens, how many of them have their KV in the cache, and where.
 

@@ -185,7 +185,7 @@ class EngineCore:
             # All that is known to go wrong has been refused before; what was missed costs this stream and no other.
             for request in requests:
                 if request.arrival >= 0:
-                    self.scheduler.finish(request, "error", now=self.clock())
+                    self.scheduler.finish(request, "error")
             self.delivery.refuse(submission, error)
         else:
             self.delivery.open(submission.slot, requests)

@@ -94,7 +94,7 @@ class Delivery:
                     self._check_reader(request, output, now)
             except BaseException as error:  # tokenizers are users' code, too
                 failure = failed(error)
-                self.end(request, finished or self._finish(request, "error", now, failure), now, failure)
+                self.end(request, finished or self._scheduler.finish(request, "error", error=failure), now, failure)
 
     def _take_slowly(self, update: Update, now: float) -> None:
         request, token_ids, logprobs, prompt_logprobs, finished = update
@@ -105,16 +105,11 @@ class Delivery:
         if matched is not None:
             request.cut(request.num_output_tokens - output.num_cut)
             if finished is None:
-                finished = self._scheduler.finish(request, "stop", stop_reason=matched, now=now)
+                finished = self._scheduler.finish(request, "stop", stop_reason=matched)
         if finished is not None:
             self.end(request, finished, now)
         elif output.interval is not None and len(output.token_ids) >= output.interval:
             self.post(output.slot, output.take(None))
-
-    def _finish(
-        self, request: Request, reason: FinishReason, now: float, error: Exception | None = None
-    ) -> Finished | None:
-        return self._scheduler.finish(request, reason, error=error, now=now)
 
     def _check_reader(self, request: Request, output: OutputState, now: float) -> None:
         """Hold a request back, or end it, when its reader is too far behind."""
@@ -123,7 +118,7 @@ class Delivery:
         if slot.num_sent - slot.num_read < output.max_unread:
             return
         if output.on_unread == "cancel":
-            self.end(request, self._finish(request, "cancelled", now), now)
+            self.end(request, self._scheduler.finish(request, "cancelled"), now)
             return
         for sibling in self.requests_of(slot):
             self._scheduler.pause(sibling)
@@ -145,7 +140,8 @@ class Delivery:
         now = self._clock()
         requests = self.requests_of(slot)
         for request in requests:
-            self.end(request, self._finish(request, reason, now, make_error() if make_error else None), now)
+            error = make_error() if make_error else None
+            self.end(request, self._scheduler.finish(request, reason, error=error), now)
         return len(requests)
 
     def end_all(self, make_error: Callable[[], Exception]) -> None:

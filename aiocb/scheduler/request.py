@@ -113,7 +113,6 @@ class Request(CachedSequence):
     num_prompt_logprobs: int = field(default=0, init=False)
     first_scheduled_at: float | None = field(default=None, init=False)
     first_token_at: float | None = field(default=None, init=False)
-    finished_at: float | None = field(default=None, init=False)
     parked_on: Request | None = field(default=None, init=False)
     followers: list[tuple[int, Request]] = field(default_factory=list, init=False)
     pending_start: int = field(default=-1, init=False)
@@ -138,11 +137,6 @@ class Request(CachedSequence):
     def num_output_tokens(self) -> int:
         """Output so far."""
         return len(self.tokens) - self.num_prompt_tokens
-
-    @property
-    def output_tokens(self) -> list[int]:
-        """The output so far (a copy)."""
-        return self.tokens[self.num_prompt_tokens :]
 
     @property
     def is_finished(self) -> bool:

@@ -175,7 +175,6 @@ class Scheduler:
         *,
         stop_reason: str | int | None = None,
         error: Exception | None = None,
-        now: float | None = None,
     ) -> Finished | None:
         """End a request in whatever state it is and give its blocks back; its full blocks stay hittable. O(1).
 
@@ -186,7 +185,6 @@ class Scheduler:
             return None
         self._roster.remove(request, "finish")
         request.finish_reason = reason
-        request.finished_at = now
         self._deadlines.discard(request)
         self._flights.give_back(request)
         return Finished(request, reason, stop_reason, error)
@@ -200,7 +198,7 @@ class Scheduler:
                 error = RequestTimeout(message, "run")
             else:
                 error = RequestTimeout("the request's timeout has passed while it was waiting to run", "queue")
-            finished = self.finish(request, "timeout", error=error, now=now)
+            finished = self.finish(request, "timeout", error=error)
             if finished is not None:
                 ended.append(finished)
         return ended
@@ -377,7 +375,7 @@ class Scheduler:
         Args:
             plan: the oldest one in flight.
             result: what the runner made of it.
-            now: the time to note for first tokens and ends.
+            now: the time to note for first tokens.
         """
         if not plan.entries:
             return []
@@ -399,7 +397,7 @@ class Scheduler:
             request_id, start, count, _, is_sampled, _, _, _, drafts = entry
             if errors and request_id in errors:
                 # Not published: the KV of this step may be what is wrong.
-                append(Update(request, (), None, None, self._fail(request, errors[request_id], now)))
+                append(Update(request, (), None, None, self._fail(request, errors[request_id])))
                 continue
             computed = start + count
             if drafts:
@@ -424,11 +422,11 @@ class Scheduler:
                 continue
             if not token_ids:
                 error = RequestFailed("the runner returned no token for a request that it should have sampled")
-                append(Update(request, (), None, prompt, self._fail(request, error, now)))
+                append(Update(request, (), None, prompt, self._fail(request, error)))
                 continue
             finished = None
             if drafts:
-                finished, kept = self._find_end(request, len(token_ids), now)
+                finished, kept = self._find_end(request, len(token_ids))
                 token_ids, logprobs = token_ids[:kept], logprobs and logprobs[:kept]
             else:
                 token = token_ids[0]
@@ -436,15 +434,15 @@ class Scheduler:
                 tokens.append(token)
                 num_tokens = len(tokens)
                 if token in request.end_ids and num_tokens > request.min_tokens:
-                    finished = self._stop(request, token, now)
+                    finished = self._stop(request, token)
                 elif num_tokens >= request.max_tokens:
-                    finished = self.finish(request, "length", now=now)
+                    finished = self.finish(request, "length")
             num_generated += len(token_ids)
             append(new(update_type, (request, token_ids, logprobs, prompt, finished)))
         self.num_generated_tokens += num_generated
         return updates
 
-    def _find_end(self, request: Request, count: int, now: float | None) -> tuple[Finished | None, int]:
+    def _find_end(self, request: Request, count: int) -> tuple[Finished | None, int]:
         """Let the first of the last `count` tokens that ends a request end it; how many of them remain."""
         num_before = len(request.tokens) - count
         for kept in range(1, count + 1):
@@ -452,15 +450,15 @@ class Scheduler:
             is_end = token in request.end_ids and num_tokens > request.min_tokens
             if is_end or num_tokens >= request.max_tokens:
                 del request.tokens[num_tokens:]
-                finished = self._stop(request, token, now) if is_end else self.finish(request, "length", now=now)
+                finished = self._stop(request, token) if is_end else self.finish(request, "length")
                 return finished, kept
         return None, count
 
-    def _stop(self, request: Request, token: int, now: float | None) -> Finished | None:
-        return self.finish(request, "stop", stop_reason=None if token in request.eos_ids else token, now=now)
+    def _stop(self, request: Request, token: int) -> Finished | None:
+        return self.finish(request, "stop", stop_reason=None if token in request.eos_ids else token)
 
-    def _fail(self, request: Request, error: Exception, now: float | None) -> Finished | None:
-        return self.finish(request, "error", error=error, now=now)
+    def _fail(self, request: Request, error: Exception) -> Finished | None:
+        return self.finish(request, "error", error=error)
 
     def _advance(self, request: Request, entry: StepEntry, now: float | None) -> None:
         """Take note of a prompt's chunk: deliver followers, and move on to decoding after the last one."""

@@ -106,7 +106,7 @@ class Harness:
             self.ends[finished.request.id] = finished
 
     def finish(self, request: Request, reason: Any = "cancelled") -> None:
-        self.ended(self.scheduler.finish(request, reason, now=self.now))
+        self.ended(self.scheduler.finish(request, reason))
 
     def expire(self, now: float) -> list[Finished]:
         self.now = now
@@ -187,7 +187,7 @@ class Harness:
             end = self.ends[request.id]
             assert request.finish_reason == end.reason
             output, expected = self.outputs[request.id], self.expected(request)
-            assert output == request.output_tokens == expected[: len(output)]
+            assert output == request.tokens[request.num_prompt_tokens :] == expected[: len(output)]
             if end.reason in ("stop", "length"):
                 assert output == expected
 

@@ -16,7 +16,7 @@ def test_bounds_and_ends_come_from_the_sampling_parameters() -> None:
     assert request.tokens == [1, 2, 3] and request.num_tokens == request.num_prompt_tokens == 3
     assert (request.max_tokens, request.min_tokens) == (7, 5)
     assert request.end_ids == {7, 8, 9} and request.eos_ids == {7, 8}
-    assert not request.is_finished and request.num_output_tokens == 0 and request.output_tokens == []
+    assert not request.is_finished and request.num_output_tokens == 0
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([], 3), ([1, 2], 2)])
