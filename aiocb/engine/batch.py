@@ -10,8 +10,8 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from aiocb.errors import QueueFull, RequestError, RequestTimeout
-from aiocb.outputs import Completion, FinishReason, RequestMetrics, Usage
+from aiocb.errors import QueueFull, RequestError
+from aiocb.outputs import Completion
 
 if TYPE_CHECKING:
     from aiocb.engine.stream import Stream
@@ -76,7 +76,7 @@ async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions:
             except RequestError as error:
                 if not return_exceptions:
                     raise
-                put(index, [failed_completion(streams[index], error)])
+                put(index, [streams[index]._failed(error)])
 
     try:
         for index, stream in enumerate(streams):
@@ -88,7 +88,7 @@ async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions:
             except RequestError as error:
                 if not return_exceptions:
                     raise
-                put(index, [failed_completion(stream, error)])
+                put(index, [stream._failed(error)])
             await collect()
         while len(results) < len(streams):
             await board.wait()
@@ -99,27 +99,6 @@ async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions:
         if bar is not None:
             bar.close()
     return [completion for index in range(len(streams)) for completion in results[index]]
-
-
-def failed_completion(stream: Stream, error: RequestError) -> Completion:
-    """The completion that stands for a failed request."""
-    reason: FinishReason = "timeout" if isinstance(error, RequestTimeout) else "error"
-    partial = error.partial[0] if error.partial else None
-    prompt = tuple(stream._prompt_token_ids)
-    return Completion(
-        stream.request_id,
-        0,
-        "" if partial is None else partial.text,
-        () if partial is None else partial.token_ids,
-        None if partial is None else partial.logprobs,
-        reason,
-        None,
-        Usage(len(prompt), 0) if partial is None else partial.usage,
-        prompt,
-        RequestMetrics(None, None, 0.0) if partial is None else partial.metrics,
-        None,
-        error,
-    )
 
 
 class CompletionIterator:
@@ -157,7 +136,7 @@ class CompletionIterator:
             except RequestError as error:
                 if not self._return_exceptions:
                     raise
-                return failed_completion(stream, error)
+                return stream._failed(error)
             self._ready.extend(others)  # of n parallel samples
             return first
         except StopAsyncIteration:
@@ -182,7 +161,7 @@ class CompletionIterator:
                     return
                 if not self._return_exceptions:
                     raise
-                self._ready.append(failed_completion(stream, error))
+                self._ready.append(stream._failed(error))
             else:
                 self._open[index] = stream
             finally:

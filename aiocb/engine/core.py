@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from aiocb.engine.delivery import Delivery
+from aiocb.engine.delivery import Delivery, error_delta
 from aiocb.engine.output import OutputState
 from aiocb.engine.room import Room
-from aiocb.engine.slot import Delta, End
 from aiocb.engine.stats import Recorder, Stats
 from aiocb.scheduler.request import ParallelGroup, Request
 
@@ -49,7 +48,6 @@ class EngineCore:
         delivery: the streams and what is on its way to them.
         last_event_at: when the last step began or ended.
         is_stepping: the runner is at work.
-        is_paused: no step is taken, commands are.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class EngineCore:
         self.delivery = Delivery(scheduler, self.recorder, clock)
         self.last_event_at = clock()
         self.is_stepping = False
-        self.is_paused = False
         self._request_ids = request_ids or itertools.count(1)
         self._random = random_source or random.Random()
         self._debug_checks = debug_checks
@@ -152,6 +149,11 @@ class EngineCore:
         self.delivery.flush()
         if self._calls:
             self._answer_calls()
+
+    @property
+    def is_paused(self) -> bool:
+        """True while no step is taken; commands are."""
+        return self._num_pauses > 0
 
     @property
     def has_work(self) -> bool:
@@ -239,7 +241,6 @@ class EngineCore:
     def pause(self, acknowledge: Callable[[], None]) -> None:
         """Stop stepping (commands are still applied, deadlines still hold) and tell so. Pauses nest."""
         self._num_pauses += 1
-        self.is_paused = True
         self._land()
         acknowledge()
 
@@ -248,7 +249,6 @@ class EngineCore:
         self._num_pauses -= 1
         if self._num_pauses:
             return
-        self.is_paused = False
         self.scheduler.reset_prefix_cache()
         self.scheduler.preempt_all()
         self.runner.reload_weights()
@@ -291,8 +291,7 @@ class EngineCore:
             except queue.Empty:
                 break
             if operation is EngineCore.submit:
-                ends = [Delta(lane, (), "", None, End("error", error=make_error())) for lane in argument.lanes]
-                argument.slot.bridge.post(ends)
+                argument.slot.bridge.post([error_delta(lane, make_error()) for lane in argument.lanes])
             elif operation is EngineCore.pause:
                 argument()
             elif operation is EngineCore.call:

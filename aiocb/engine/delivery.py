@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from aiocb.engine.slot import Delta, End, Slot
+from aiocb.engine.slot import Delta, End, Lane, Slot
 from aiocb.errors import AiocbError, RequestError, RequestFailed, explain
 from aiocb.scheduler.request import Request
 from aiocb.scheduler.scheduler import Finished, Scheduler, Update
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiocb.engine.stats import Recorder
     from aiocb.outputs import FinishReason
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "error_delta", "failed"]
 
 
 class Delivery:
@@ -64,7 +64,7 @@ class Delivery:
         """End a stream that the scheduler has not taken: every lane has an error of its own."""
         for lane in submission.lanes:
             failure = error if isinstance(error, RequestError) and lane.index == 0 else failed(error)
-            self.post(submission.slot, Delta(lane, (), "", None, End("error", error=failure)))
+            self.post(submission.slot, error_delta(lane, failure))
 
     # ── what a step has brought ──────────────────────────────────────────────────────────────────────────────────
 
@@ -190,7 +190,7 @@ class Delivery:
         """End every stream without asking the scheduler, which may be broken."""
         for slot, requests in self.streams():
             for request in requests:
-                self.post(slot, Delta(request.payload.lane, (), "", None, End("error", error=make_error())))
+                self.post(slot, error_delta(request.payload.lane, make_error()))
         self._requests.clear()
         self.flush()
 
@@ -227,6 +227,11 @@ class Delivery:
         for slot, requests in self._requests.items():
             assert requests, f"{slot.request_id} is registered without a living request"
             assert all(not request.is_finished for request in requests), f"{slot.request_id} keeps an ended request"
+
+
+def error_delta(lane: Lane, error: Exception) -> Delta:
+    """A lane's end by an error, where nothing of its output is left."""
+    return Delta(lane, (), "", None, End("error", error=error))
 
 
 def failed(error: BaseException) -> RequestFailed:
