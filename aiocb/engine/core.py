@@ -107,7 +107,7 @@ class EngineCore:
         """End what is overdue, and decide what the runner does next; None when that is nothing."""
         now = self.clock()
         for event in self.scheduler.expire(now):
-            self.delivery.end(event.request, event, now)
+            self.delivery.end(event, now)
         if self.is_paused:
             return None
         plan = self.scheduler.schedule(now)

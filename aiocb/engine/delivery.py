@@ -94,7 +94,7 @@ class Delivery:
                     self._check_reader(request, output, now)
             except BaseException as error:  # tokenizers are users' code, too
                 failure = failed(error)
-                self.end(request, finished or self._scheduler.finish(request, "error", error=failure), now, failure)
+                self.end(finished or self._scheduler.finish(request, "error", error=failure), now, failure)
 
     def _take_slowly(self, update: Update, now: float) -> None:
         request, token_ids, logprobs, prompt_logprobs, finished = update
@@ -107,7 +107,7 @@ class Delivery:
             if finished is None:
                 finished = self._scheduler.finish(request, "stop", stop_reason=matched)
         if finished is not None:
-            self.end(request, finished, now)
+            self.end(finished, now)
         elif output.interval is not None and len(output.token_ids) >= output.interval:
             self.post(output.slot, output.take(None))
 
@@ -118,7 +118,7 @@ class Delivery:
         if slot.num_sent - slot.num_read < output.max_unread:
             return
         if output.on_unread == "cancel":
-            self.end(request, self._scheduler.finish(request, "cancelled"), now)
+            self.end(self._scheduler.finish(request, "cancelled"), now)
             return
         for sibling in self.requests_of(slot):
             self._scheduler.pause(sibling)
@@ -141,7 +141,7 @@ class Delivery:
         requests = self.requests_of(slot)
         for request in requests:
             error = make_error() if make_error else None
-            self.end(request, self._scheduler.finish(request, reason, error=error), now)
+            self.end(self._scheduler.finish(request, reason, error=error), now)
         return len(requests)
 
     def end_all(self, make_error: Callable[[], Exception]) -> None:
@@ -150,16 +150,11 @@ class Delivery:
             self.end_stream(slot, "error", make_error)
         self.flush()
 
-    def end(
-        self,
-        request: Request,
-        finished: Finished | None,
-        now: float,
-        error: Exception | None = None,
-    ) -> None:
+    def end(self, finished: Finished | None, now: float, error: Exception | None = None) -> None:
         """Deliver a request's terminal event; exactly once, because `Scheduler.finish` answers exactly once."""
         if finished is None:
             return
+        request = finished.request
         output: OutputState = request.payload
         slot = output.slot
         error = error or finished.error

@@ -91,16 +91,16 @@ class Session(Life):
         try:
             self.worker.start(lambda _error: self.built.set(), self._on_exit)
         except BaseException:
-            self.encoder.stop(self.closed_error())
+            self.encoder.stop(self.worker.make_end_error)
             raise
 
     def _on_exit(self) -> None:
-        self.encoder.stop(self.closed_error())
+        self.encoder.stop(self.worker.make_end_error)
         for loop, bridge in tuple(self._bridges.items()):
             if loop.is_closed():
                 bridge.discard()
             else:
-                bridge.fail_waiting(self.closed_error())
+                bridge.fail_waiting(self.worker.make_end_error)
         self.exited.set()
 
     async def shutdown(self, drain: float | None) -> None:

@@ -83,7 +83,7 @@ class Request(CachedSequence):
         is_open: the runner keeps a record of it.
         num_cached_tokens: tokens that were not computed thanks to the prefix cache (or to a fork) when it first ran.
         num_prompt_logprobs: prompt positions whose log-probabilities have been delivered.
-        parked_on, followers, pending_start: of `PendingPrefixes`.
+        parked_on, followers, pending_start: of `PendingPrefixes`; a follower waits for so many computed tokens.
     """
 
     id: int
@@ -114,7 +114,7 @@ class Request(CachedSequence):
     first_scheduled_at: float | None = field(default=None, init=False)
     first_token_at: float | None = field(default=None, init=False)
     parked_on: Request | None = field(default=None, init=False)
-    followers: list[tuple[int, Request]] = field(default_factory=list, init=False)
+    followers: dict[Request, int] = field(default_factory=dict, init=False)
     pending_start: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:

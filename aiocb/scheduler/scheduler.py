@@ -57,9 +57,6 @@ class Scheduler:
             `priority`: as fifo, by (priority, arrival), and a more important request preempts a less important one.
         safety_margin: while less than this share of the blocks is free, nothing is admitted unless nothing runs.
         drafter: makes the drafts of decoding requests; None makes none.
-
-    Attributes:
-        num_generated_tokens, num_prompt_tokens_computed: output so far; prompt tokens that went through the model.
     """
 
     def __init__(
@@ -81,8 +78,6 @@ class Scheduler:
         self.max_requests_per_batch = min(max_requests_per_batch, max_batch_tokens)
         self.max_prefill_chunk = min(max_prefill_chunk or max_batch_tokens, max_batch_tokens)
         self.safety_margin = safety_margin
-        self.num_generated_tokens = 0
-        self.num_prompt_tokens_computed = 0
         self._num_arrivals = 0
         self._roster = Roster(cache)
         self._admission = Admission(self._roster, self.max_requests_per_batch, safety_margin)
@@ -126,11 +121,6 @@ class Scheduler:
     def prefix_cache_hits(self) -> int:
         """Tokens of these that were found."""
         return self._admission.num_hit
-
-    @property
-    def kv_cache_usage_perc(self) -> float:
-        """Share of the cache that requests hold, 0 to 1; blocks that are only cached do not count."""
-        return self.cache.usage()
 
     @property
     def has_work(self) -> bool:
@@ -386,7 +376,6 @@ class Scheduler:
         append = updates.append
         cache, prefilling = self.cache, self._roster.prefilling
         page_size = cache.page_size
-        num_generated = 0
         running, new, update_type = _RUNNING, _new, Update
         errors, prompt_logprobs = result.errors, result.prompt_logprobs
         all_logprobs = repeat(None) if result.logprobs is None else result.logprobs
@@ -408,7 +397,7 @@ class Scheduler:
             if computed % page_size < count:
                 cache.publish(request)
             if prefilling and request_id in prefilling:
-                self._advance(request, entry, now)
+                self._advance(request, is_sampled, now)
             elif request.first_token_at is None and is_sampled:
                 request.first_token_at = now
             prompt = None
@@ -437,9 +426,7 @@ class Scheduler:
                     finished = self._stop(request, token)
                 elif num_tokens >= request.max_tokens:
                     finished = self.finish(request, "length")
-            num_generated += len(token_ids)
             append(new(update_type, (request, token_ids, logprobs, prompt, finished)))
-        self.num_generated_tokens += num_generated
         return updates
 
     def _find_end(self, request: Request, count: int) -> tuple[Finished | None, int]:
@@ -460,11 +447,9 @@ class Scheduler:
     def _fail(self, request: Request, error: Exception) -> Finished | None:
         return self.finish(request, "error", error=error)
 
-    def _advance(self, request: Request, entry: StepEntry, now: float | None) -> None:
+    def _advance(self, request: Request, is_sampled: bool, now: float | None) -> None:
         """Take note of a prompt's chunk: deliver followers, and move on to decoding after the last one."""
-        num_prompt = min(request.num_computed_tokens, request.num_prompt_tokens) - entry.num_computed_tokens
-        self.num_prompt_tokens_computed += max(num_prompt, 0)
-        if entry.is_sampled:
+        if is_sampled:
             if request.first_token_at is None:
                 request.first_token_at = now
             self._roster.settle(request)

@@ -178,7 +178,7 @@ class Harness:
         self.run()
         assert self.scheduler.num_requests == 0 and not self.scheduler.has_work
         assert self.oracle.num_open == 0
-        assert self.scheduler.kv_cache_usage_perc == 0.0
+        assert self.cache.usage() == 0.0
         self.scheduler.check_invariants()
         for request in self.requests:
             if request.arrival < 0:

@@ -34,8 +34,7 @@ def test_one_request_from_beginning_to_end() -> None:
     assert first.opened[0].token_ids == tuple(prompt(6)) and not first.closed
     assert h.run() == 2 and h.plans[-1].entries == () and h.plans[-1].closed == (1,)
     assert h.ends[1].reason == "length" and h.ends[1].stop_reason is None
-    assert request.num_output_tokens == 3 and h.scheduler.num_generated_tokens == 3
-    assert h.scheduler.num_prompt_tokens_computed == 6
+    assert request.num_output_tokens == 3 and sum(plan.num_tokens for plan in h.plans) == 6 + 2
     h.assert_quiescent()
     assert h.scheduler.schedule().entries == ()
 
@@ -403,7 +402,7 @@ def test_cached_blocks_do_not_count_as_used() -> None:
     h = Harness(num_blocks=11, margin=0.5)
     h.add(prompt(30), 4)
     h.run()
-    assert h.scheduler.kv_cache_usage_perc == 0.0
+    assert h.cache.usage() == 0.0
     a, b = h.add(prompt(8, 1), 2), h.add(prompt(8, 2), 2)
     h.step()
     assert a.has_run and b.has_run
@@ -859,7 +858,7 @@ def test_all_of_a_cancelled_group_go() -> None:
         h.step()
     for request in requests:
         h.finish(request)
-    assert h.scheduler.num_requests == 0 and h.scheduler.kv_cache_usage_perc == 0.0
+    assert h.scheduler.num_requests == 0 and h.cache.usage() == 0.0
     h.run()
     h.assert_quiescent()
 
