@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from aiocb.cache.blocks import BlockPool
 from aiocb.cache.prefix import PrefixIndex, block_payload, chain_hash, root_hash
@@ -77,9 +78,9 @@ class CacheManager:
             share: 0 to 1.
             gains: per group, blocks to count as free on top.
         """
-        if gains is None:
-            return all(pool.num_free >= share * pool.num_usable for pool in self.pools)
-        return all(pool.num_free + gain >= share * pool.num_usable for pool, gain in zip(self.pools, gains))
+        return all(
+            pool.num_free + gain >= share * pool.num_usable for pool, gain in zip(self.pools, gains or repeat(0))
+        )
 
     def num_free(self) -> tuple[int, ...]:
         """Free blocks per group."""

@@ -28,7 +28,7 @@ from aiocb.engine.slot import Delta, End, Lane, Slot
 from aiocb.errors import EngineClosed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     from aiocb.engine.room import Line
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Withdrawn(Exception):
-    """A stream was closed while it waited for room in the queue (internal)."""
+    """A stream was closed while it was being submitted (internal)."""
 
 
 class Mailbox(Generic[T]):
@@ -107,6 +107,9 @@ class LoopBridge:
         loop: the event loop that the streams belong to.
         line: of this loop, for the bounded queue.
         abandon: called with a slot whose readers can no longer be served.
+
+    Attributes:
+        waiters: what those in line wait for.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, line: Line, abandon: Callable[[Slot], None]) -> None:
@@ -115,7 +118,7 @@ class LoopBridge:
         self.outbox: list[Delta] = []
         self._abandon = abandon
         self._open: set[Lane] = set()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self.waiters: set[asyncio.Future[None]] = set()
         self._channel: tuple[MemoryObjectSendStream[list[Delta]], MemoryObjectReceiveStream[list[Delta]]] | None
         self._channel = None
         self._dispatcher: asyncio.Task[None] | None = None
@@ -139,7 +142,7 @@ class LoopBridge:
             except RuntimeError:
                 pass  # it cannot wake its reader in a closed loop
         self._open.clear()
-        self._waiters.clear()
+        self.waiters.clear()
         self._mailbox.clear()
 
     def wake(self, slot: Slot) -> None:
@@ -182,35 +185,8 @@ class LoopBridge:
         """Lanes that have not ended yet."""
         return len(self._open)
 
-    async def wait_for_room(
-        self, count: int, wait: Callable[[asyncio.Future[None]], Coroutine[Any, Any, None]]
-    ) -> None:
-        """Return when the bounded queue has room for `count` requests, which are to enter before anything is awaited.
-
-        `wait` is called once this is in line: it asks the worker for news and waits for the future, for `withdraw` too.
-
-        Raises:
-            Withdrawn: `withdraw` was called.
-            Exception: what `fail_waiting` was given, or what `wait` raised.
-        """
-        line = self.line
-        if line.can_enter(count):
-            return
-        future: asyncio.Future[None] = self.loop.create_future()
-        self._waiters.add(future)
-        place = line.join(count, lambda: resolve(future, None))
-        try:
-            await wait(future)
-        except BaseException:
-            line.leave(place)
-            line.let_in()
-            raise
-        finally:
-            self._waiters.discard(future)
-        line.leave(place)
-
     def withdraw(self, future: asyncio.Future[Any]) -> None:
-        """Take a submission out of the line for room, from any thread."""
+        """Raise `Withdrawn` where a submission waits for this future, from any thread."""
         self._mailbox.call(fail, future, Withdrawn())
 
     def fail_waiting(self, make_error: Callable[[], Exception]) -> None:
@@ -219,7 +195,7 @@ class LoopBridge:
 
     def _fail_waiting(self, make_error: Callable[[], Exception]) -> None:
         self.line.clear()
-        for future in tuple(self._waiters):
+        for future in tuple(self.waiters):
             fail(future, make_error())
 
     def _arrived(self, batch: list[Delta]) -> None:
@@ -274,11 +250,6 @@ class Signal:
     def __init__(self) -> None:
         self._is_set = False
         self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
-
-    @property
-    def is_set(self) -> bool:
-        """True after `set()`."""
-        return self._is_set
 
     def set(self) -> None:
         """Wake every waiter, now and later (any thread)."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio
 
-from aiocb.engine.bridge import LoopBridge, Signal, fail
+from aiocb.engine.bridge import LoopBridge, Signal, fail, resolve
 from aiocb.engine.core import EngineCore
 from aiocb.engine.encoder import Encoder
 from aiocb.engine.life import Life
@@ -213,27 +213,33 @@ class Session(Life):
     async def _wait_for_room(
         self, bridge: LoopBridge, spec: StreamSpec, intent: Intent, count: int, submitted_at: float
     ) -> None:
+        """Return when the queue has room for `count` requests, which are to enter before anything is awaited."""
         self.room.check(count)
-        if spec.on_full == "refuse":
-            if not bridge.line.can_enter(count):
-                limit = self.room.limit
-                raise QueueFull(f"the queue is full ({limit} requests wait); try later or pass on_full='wait'")
+        line = bridge.line
+        if line.can_enter(count):
             return
-
-        async def wait(future: asyncio.Future[None]) -> None:
+        if spec.on_full == "refuse":
+            raise QueueFull(f"the queue is full ({self.room.limit} requests wait); try later or pass on_full='wait'")
+        future: asyncio.Future[None] = bridge.loop.create_future()
+        place = line.join(count, partial(resolve, future, None))
+        bridge.waiters.add(future)
+        intent.withdraw = partial(bridge.withdraw, future)
+        try:
             # Only now, when the worker can see this place: it forgets bridges in which nobody waits. And the worker
             # reads `is_waiting_for_room` after it made room, so look again.
-            intent.withdraw = partial(bridge.withdraw, future)
             self.put((EngineCore.watch_room, bridge))
             # Whoever ends the worker after this line finds the future in line and fails it.
             self.raise_if_unusable()
-            bridge.line.let_in()
+            line.let_in()
             await self._in_time(future, spec, submitted_at, "no room in the queue")
-
-        try:
-            await bridge.wait_for_room(count, wait)
+        except BaseException:
+            line.leave(place)
+            line.let_in()
+            raise
         finally:
             intent.withdraw = None
+            bridge.waiters.discard(future)
+        line.leave(place)
 
     async def _in_time(self, future: asyncio.Future[T], spec: StreamSpec, submitted_at: float, failure: str) -> T:
         """Wait for a future as long as the time before the first step allows."""

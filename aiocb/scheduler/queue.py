@@ -107,11 +107,10 @@ class Deadlines(_Heap[tuple[float, int, bool]]):
 
     def pop_due(self, now: float) -> Request | None:
         """Take out one request that is overdue, or None. O(1) when nothing is due."""
-        while (key := self._first()) is not None and key[0] <= now:
-            request = self._requests[key]
-            self._drop(key)
-            _, _, is_queue = key
-            if not (is_queue and request.has_run):
+        while self._heap and self._heap[0][0] <= now:
+            key = heappop(self._heap)
+            request, (_, _, is_queue) = self._requests.pop(key, None), key
+            if request is not None and not (is_queue and request.has_run):
                 return request
         return None
 
