@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import deque
 from functools import partial
 from itertools import islice
@@ -82,7 +81,6 @@ async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions:
         for index, stream in enumerate(streams):
             for ahead in streams[index : index + _AHEAD] if index % _AHEAD == 0 else ():
                 ahead._begin()
-            stream._spec = dataclasses.replace(stream._spec, stream_interval=None)
             try:
                 await stream._open(partial(board.add, index))
             except RequestError as error:
@@ -151,21 +149,16 @@ class CompletionIterator:
             ahead._begin()
         while self._waiting:
             index, stream = self._waiting[0]
-            spec = stream._spec
-            on_full = "refuse" if self._open else spec.on_full
-            stream._spec = dataclasses.replace(spec, stream_interval=None, on_full=on_full)
             try:
-                await stream._open(partial(self._board.add, index))
+                await stream._open(partial(self._board.add, index), "refuse" if self._open else None)
             except RequestError as error:
-                if isinstance(error, QueueFull) and self._open and spec.on_full == "wait":
+                if isinstance(error, QueueFull) and self._open and stream._spec.on_full == "wait":
                     return
                 if not self._return_exceptions:
                     raise
                 self._ready.append(stream._failed(error))
             else:
                 self._open[index] = stream
-            finally:
-                stream._spec = spec
             self._waiting.popleft()
 
     def close(self) -> None:

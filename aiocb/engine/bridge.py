@@ -70,7 +70,10 @@ class Mailbox(Generic[T]):
         if self._is_called and not self.loop.is_closed():
             return True
         self._is_called = True
-        return self.call(self._arrived)
+        if self.call(self._arrived):
+            return True
+        self.clear()
+        return False
 
     def call(self, function: Callable[..., object], *args: object) -> bool:
         """Call something in the loop, from any thread; False when the loop is closed: nobody waits in it."""

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 
@@ -326,15 +326,19 @@ class Stream:
             error=error,
         )
 
-    async def _open(self, on_end: Callable[[], object] | None) -> None:
-        """Submit now; `on_end` is called on the loop when the last sample has ended, or one with an error."""
+    async def _open(self, on_end: Callable[[], object], on_full: Literal["wait", "refuse"] | None = None) -> None:
+        """Submit now, for one delivery at the end, and call `on_end` on the loop when there is something to collect."""
         self._entered = True
-        slot = await self._submit()
-        if on_end is not None:
-            if slot.num_open == 0:
-                on_end()
-            else:
-                slot.on_end = on_end
+        spec = self._spec
+        self._spec = dataclasses.replace(spec, stream_interval=None, on_full=on_full or spec.on_full)
+        try:
+            slot = await self._submit()
+        finally:
+            self._spec = spec
+        if slot.num_open == 0:
+            on_end()
+        else:
+            slot.on_end = on_end
 
     def _raise_if_foreign(self) -> None:
         assert self._session is not None
