@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from aiocb.cache.blocks import BlockPool
 from aiocb.cache.prefix import PrefixIndex, block_payload, chain_hash, root_hash
@@ -59,17 +60,15 @@ class CacheManager:
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens (prompt and output) that one request can ever have; `sys.maxsize` without a full group."""
-        full = [pool.num_usable for pool, window in zip(self.pools, self._windows, strict=True) if window is None]
-        # The KV of the last output token is never computed.
-        return min(full) * self.page_size + 1 if full else sys.maxsize
-
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """True when a request of so many tokens (prompt and output) fits into an otherwise empty cache."""
-        blocks = self._num_pages(max(num_tokens - 1, 1))
-        return all(
-            self._most_blocks(window, blocks, 1) <= pool.num_usable
-            for pool, window in zip(self.pools, self._windows, strict=True)
+        """The most tokens (prompt and output) that one request can ever have; `sys.maxsize` where nothing bounds it."""
+        # The KV of the last output token is never computed. A sliding group that holds its window holds any length.
+        return min(
+            (
+                pool.num_usable * self.page_size + 1
+                for pool, window in zip(self.pools, self._windows, strict=True)
+                if window is None or self._most_blocks(window, pool.num_usable + 1, 1) > pool.num_usable
+            ),
+            default=sys.maxsize,
         )
 
     def has_margin(self, share: float, gains: Sequence[int] | None = None) -> bool:
@@ -79,9 +78,9 @@ class CacheManager:
             share: 0 to 1.
             gains: per group, blocks to count as free on top.
         """
-        if gains is None:
-            return all(pool.num_free >= share * pool.num_usable for pool in self.pools)
-        return all(pool.num_free + gain >= share * pool.num_usable for pool, gain in zip(self.pools, gains))
+        return all(
+            pool.num_free + gain >= share * pool.num_usable for pool, gain in zip(self.pools, gains or repeat(0))
+        )
 
     def num_free(self) -> tuple[int, ...]:
         """Free blocks per group."""

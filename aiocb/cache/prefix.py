@@ -48,13 +48,12 @@ class PrefixIndex:
         pool: of the same group; the index reads reference counts and changes nothing in it.
     """
 
-    __slots__ = ("_blocks", "_hashes", "_payloads", "_pool")
+    __slots__ = ("_blocks", "_contents", "_pool")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._blocks: dict[bytes, int] = {}
-        self._hashes: list[bytes | None] = [None] * pool.num_blocks
-        self._payloads: list[bytes] = [b""] * pool.num_blocks
+        self._contents: list[tuple[bytes, bytes] | None] = [None] * pool.num_blocks  # hash and payload
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -67,7 +66,7 @@ class PrefixIndex:
             tokens: of the block itself.
         """
         block = self._blocks.get(block_hash)
-        if block is None or self._payloads[block] != block_payload(tokens):
+        if block is None or self._contents[block] != (block_hash, block_payload(tokens)):
             return None
         return block
 
@@ -77,7 +76,7 @@ class PrefixIndex:
 
     def is_published(self, block: int) -> bool:
         """True when the block's contents can be hit."""
-        return self._hashes[block] is not None
+        return self._contents[block] is not None
 
     def publish(self, block: int, block_hash: bytes, payload: bytes) -> None:
         """Make a full block findable; call it only once its KV has been written.
@@ -89,7 +88,7 @@ class PrefixIndex:
             block_hash: of the prefix up to and including it.
             payload: `block_payload` of its own tokens.
         """
-        if self._hashes[block] is not None:
+        if self._contents[block] is not None:
             return
         other = self._blocks.get(block_hash)
         if other is not None:
@@ -97,16 +96,13 @@ class PrefixIndex:
                 return
             self.withdraw(other)
         self._blocks[block_hash] = block
-        self._hashes[block] = block_hash
-        self._payloads[block] = payload
+        self._contents[block] = block_hash, payload
 
     def withdraw(self, block: int) -> None:
         """Forget a block whose contents are about to be overwritten; no-op when it was not published."""
-        block_hash = self._hashes[block]
-        if block_hash is not None:
-            del self._blocks[block_hash]
-            self._hashes[block] = None
-            self._payloads[block] = b""
+        contents, self._contents[block] = self._contents[block], None
+        if contents is not None:
+            del self._blocks[contents[0]]
 
     def clear(self) -> None:
         """Forget every block."""
@@ -119,12 +115,9 @@ class PrefixIndex:
         Raises:
             AssertionError: the two directions of the index disagree.
         """
-        forward = {(block_hash, block) for block_hash, block in self._blocks.items()}
-        backward = {(block_hash, block) for block, block_hash in enumerate(self._hashes) if block_hash is not None}
-        assert forward == backward, "hashes and blocks are not one to one"
-        assert self._hashes[0] is None, "the null block is published"
-        for block, block_hash in enumerate(self._hashes):
-            assert bool(self._payloads[block]) == (block_hash is not None), f"block {block} keeps a stale payload"
+        backward = {(contents[0], block) for block, contents in enumerate(self._contents) if contents is not None}
+        assert set(self._blocks.items()) == backward, "hashes and blocks are not one to one"
+        assert self._contents[0] is None, "the null block is published"
 
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self._blocks)} blocks>"

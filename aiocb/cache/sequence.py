@@ -5,9 +5,12 @@ A base class and not an object of its own: the step loop reads these attributes 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 __all__ = ["CachedSequence"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CachedSequence:
     """Tokens, how many of them have their KV in the cache, and where.
 
@@ -27,29 +30,14 @@ class CachedSequence:
         cache_version: weights version that the KV and the hashes belong to.
     """
 
-    __slots__ = (
-        "block_hashes",
-        "cache_salt",
-        "cache_version",
-        "capacity",
-        "first_blocks",
-        "num_computed_tokens",
-        "num_published",
-        "num_scheduled_tokens",
-        "num_sent_blocks",
-        "tables",
-        "tokens",
-    )
-
-    def __init__(self, tokens: list[int], cache_salt: str | bytes | None = None) -> None:
-        self.tokens = tokens
-        self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
-        self.cache_salt = cache_salt
-        self.tables: tuple[list[int], ...] = ()
-        self.num_sent_blocks = 0
-        self.capacity = 0
-        self.first_blocks: list[int] = []
-        self.block_hashes: list[bytes] = []
-        self.num_published = 0
-        self.cache_version = -1
+    tokens: list[int]
+    cache_salt: str | bytes | None = None
+    num_computed_tokens: int = field(default=0, init=False)
+    num_scheduled_tokens: int = field(default=0, init=False)
+    tables: tuple[list[int], ...] = field(default=(), init=False)
+    num_sent_blocks: int = field(default=0, init=False)
+    capacity: int = field(default=0, init=False)
+    first_blocks: list[int] = field(default_factory=list, init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    num_published: int = field(default=0, init=False)
+    cache_version: int = field(default=-1, init=False)

@@ -178,7 +178,7 @@ def _run(runner: asyncio.Runner, coroutine: Coroutine[Any, Any, T]) -> T:
 
 def context_len(engine: Engine) -> int:
     """The most tokens, prompt and answer together, that one request of a running engine can have."""
-    return next(int(choice.value) for choice in engine.describe() if choice.name == "max_request_tokens")
+    return engine.max_request_tokens
 
 
 async def room_left(engine: Engine, prompt: Any) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import deque
 from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from aiocb.errors import QueueFull, RequestError, RequestTimeout
-from aiocb.outputs import Completion, FinishReason, RequestMetrics, Usage
+from aiocb.errors import QueueFull, RequestError
+from aiocb.outputs import Completion
 
 if TYPE_CHECKING:
     from aiocb.engine.stream import Stream
@@ -76,19 +75,18 @@ async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions:
             except RequestError as error:
                 if not return_exceptions:
                     raise
-                put(index, [failed_completion(streams[index], error)])
+                put(index, [streams[index]._failed(error)])
 
     try:
         for index, stream in enumerate(streams):
             for ahead in streams[index : index + _AHEAD] if index % _AHEAD == 0 else ():
                 ahead._begin()
-            stream._spec = dataclasses.replace(stream._spec, stream_interval=None)
             try:
                 await stream._open(partial(board.add, index))
             except RequestError as error:
                 if not return_exceptions:
                     raise
-                put(index, [failed_completion(stream, error)])
+                put(index, [stream._failed(error)])
             await collect()
         while len(results) < len(streams):
             await board.wait()
@@ -99,27 +97,6 @@ async def run_batch(streams: list[Stream], *, progress: bool, return_exceptions:
         if bar is not None:
             bar.close()
     return [completion for index in range(len(streams)) for completion in results[index]]
-
-
-def failed_completion(stream: Stream, error: RequestError) -> Completion:
-    """The completion that stands for a failed request."""
-    reason: FinishReason = "timeout" if isinstance(error, RequestTimeout) else "error"
-    partial = error.partial[0] if error.partial else None
-    prompt = tuple(stream._prompt_token_ids)
-    return Completion(
-        stream.request_id,
-        0,
-        "" if partial is None else partial.text,
-        () if partial is None else partial.token_ids,
-        None if partial is None else partial.logprobs,
-        reason,
-        None,
-        Usage(len(prompt), 0) if partial is None else partial.usage,
-        prompt,
-        RequestMetrics(None, None, 0.0) if partial is None else partial.metrics,
-        None,
-        error,
-    )
 
 
 class CompletionIterator:
@@ -157,7 +134,7 @@ class CompletionIterator:
             except RequestError as error:
                 if not self._return_exceptions:
                     raise
-                return failed_completion(stream, error)
+                return stream._failed(error)
             self._ready.extend(others)  # of n parallel samples
             return first
         except StopAsyncIteration:
@@ -172,21 +149,16 @@ class CompletionIterator:
             ahead._begin()
         while self._waiting:
             index, stream = self._waiting[0]
-            spec = stream._spec
-            on_full = "refuse" if self._open else spec.on_full
-            stream._spec = dataclasses.replace(spec, stream_interval=None, on_full=on_full)
             try:
-                await stream._open(partial(self._board.add, index))
+                await stream._open(partial(self._board.add, index), "refuse" if self._open else None)
             except RequestError as error:
-                if isinstance(error, QueueFull) and self._open and spec.on_full == "wait":
+                if isinstance(error, QueueFull) and self._open and stream._spec.on_full == "wait":
                     return
                 if not self._return_exceptions:
                     raise
-                self._ready.append(failed_completion(stream, error))
+                self._ready.append(stream._failed(error))
             else:
                 self._open[index] = stream
-            finally:
-                stream._spec = spec
             self._waiting.popleft()
 
     def close(self) -> None:

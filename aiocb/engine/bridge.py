@@ -7,9 +7,6 @@ core.step() ─► Bridge.post() ────┼─ call_soon_threadsafe ─► 
                one call at most  │
 ```
 
-A call is made only when the one before it has run. asyncio empties the socket that wakes it in a loop that gives up the
-GIL each time; steps that hold the GIL and post a call each would refill it each time, and the loop would never get on.
-
 One anyio memory channel per event loop carries one batch per step. Tokens are never in a hand-off to a reader: the
 dispatcher puts them into the reader's `Lane` and only then wakes it. The dispatcher is a task that this object owns;
 it lives while streams of its loop are open, so nothing is left behind in an idle loop, and cancelling it (as
@@ -22,7 +19,7 @@ import asyncio
 import contextvars
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -35,11 +32,75 @@ if TYPE_CHECKING:
 
     from aiocb.engine.room import Line
 
-__all__ = ["LoopBridge", "Signal", "Withdrawn"]
+__all__ = ["LoopBridge", "Mailbox", "Signal", "Withdrawn", "fail", "resolve"]
+
+T = TypeVar("T")
 
 
 class Withdrawn(Exception):
-    """A stream was closed while it waited for room in the queue (internal)."""
+    """A stream was closed while it was being submitted (internal)."""
+
+
+class Mailbox(Generic[T]):
+    """Items on their way from any thread into one event loop, in order.
+
+    A call is made only when the one before it has run. asyncio empties the socket that wakes it in a loop that gives up
+    the GIL each time; steps that hold the GIL and post a call each would refill it each time, and the loop would never
+    get on.
+
+    Args:
+        loop: where the items go.
+        take: called there with one item after the other.
+
+    Attributes:
+        num_calls: how often the loop was called for items.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[T], None]) -> None:
+        self.loop = loop
+        self.num_calls = 0
+        self.context = contextvars.Context()
+        self._take = take
+        self._items: deque[T] = deque()
+        self._is_called = False  # a call of `_arrived` is under way; set by who posts, cleared by the loop
+
+    def post(self, item: T) -> bool:
+        """Hand over an item and make sure that the loop will look; False when the loop is closed (any thread)."""
+        self._items.append(item)
+        if self._is_called and not self.loop.is_closed():
+            return True
+        self._is_called = True
+        if self.call(self._arrived):
+            return True
+        self.clear()
+        return False
+
+    def call(self, function: Callable[..., object], *args: object) -> bool:
+        """Call something in the loop, from any thread; False when the loop is closed: nobody waits in it."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args, context=self.context)
+        except RuntimeError:
+            return False
+        return True
+
+    def distrust(self) -> None:
+        """Call for the next item in any case: an interrupted loop may have lost a call; one too many is harmless."""
+        self._is_called = False
+
+    def clear(self) -> None:
+        """Forget what is there."""
+        self._items.clear()
+
+    def _arrived(self) -> None:
+        self.num_calls += 1
+        self._is_called = False  # before looking: what is posted from here on makes a call of its own
+        items, take = self._items, self._take
+        try:
+            while items:
+                take(items.popleft())
+        finally:
+            if items:  # interrupted
+                self.loop.call_soon(self._arrived, context=self.context)
 
 
 class LoopBridge:
@@ -49,37 +110,31 @@ class LoopBridge:
         loop: the event loop that the streams belong to.
         line: of this loop, for the bounded queue.
         abandon: called with a slot whose readers can no longer be served.
+
+    Attributes:
+        waiters: what those in line wait for.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, line: Line, abandon: Callable[[Slot], None]) -> None:
         self.loop = loop
         self.line = line
         self.outbox: list[Delta] = []
-        self.num_wakeups = 0
         self._abandon = abandon
         self._open: set[Lane] = set()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self.waiters: set[asyncio.Future[None]] = set()
         self._channel: tuple[MemoryObjectSendStream[list[Delta]], MemoryObjectReceiveStream[list[Delta]]] | None
         self._channel = None
         self._dispatcher: asyncio.Task[None] | None = None
-        self._context = contextvars.Context()
-        self._posted: deque[list[Delta]] = deque()
-        self._is_called = False  # a call of `_arrived` is under way; set by the worker, cleared by the loop
+        self._mailbox = Mailbox(loop, self._arrived)
 
     # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────
 
     def post(self, batch: list[Delta]) -> bool:
-        """Hand over a batch and make sure that the loop will look; False when the loop is closed."""
-        self._posted.append(batch)
-        if self._is_called and not self.loop.is_closed():
+        """Hand over a batch; False when the loop is closed."""
+        if self._mailbox.post(batch):
             return True
-        self._is_called = True
-        try:
-            self.loop.call_soon_threadsafe(self._arrived, context=self._context)
-        except RuntimeError:
-            self.discard()
-            return False
-        return True
+        self.discard()
+        return False
 
     def discard(self) -> None:
         """Forget everything: the loop is closed without having ended its streams, nobody reads any more."""
@@ -90,18 +145,20 @@ class LoopBridge:
             except RuntimeError:
                 pass  # it cannot wake its reader in a closed loop
         self._open.clear()
-        self._waiters.clear()
-        self._posted.clear()
+        self.waiters.clear()
+        self._mailbox.clear()
 
     def wake(self, slot: Slot) -> None:
         """Wake a parked reader from any thread; in the loop's own thread at once."""
         if asyncio._get_running_loop() is self.loop:
             slot.wake()
-            return
-        try:
-            self.loop.call_soon_threadsafe(slot.wake, context=self._context)
-        except RuntimeError:
-            pass  # the loop is closed: nobody can be parked in it
+        else:
+            self._mailbox.call(slot.wake)
+
+    @property
+    def num_wakeups(self) -> int:
+        """Calls of the loop for batches."""
+        return self._mailbox.num_calls
 
     @property
     def is_waiting_for_room(self) -> bool:
@@ -113,11 +170,11 @@ class LoopBridge:
     def register(self, lanes: tuple[Lane, ...]) -> None:
         """Count lanes as open and make sure that their deltas are read."""
         self._open.update(lanes)
-        self._is_called = False  # an interrupted loop may have lost the call; one too many is harmless
+        self._mailbox.distrust()
         if self._dispatcher is None:
             self._channel = anyio.create_memory_object_stream[list[Delta]](math.inf)
             self._dispatcher = self.loop.create_task(
-                self._dispatch(self._channel[1]), name="aiocb dispatcher", context=self._context.copy()
+                self._dispatch(self._channel[1]), name="aiocb dispatcher", context=self._mailbox.context.copy()
             )
             # A task that is cancelled before its first step never enters its coroutine: no `finally` of it runs.
             self._dispatcher.add_done_callback(self._dispatcher_done)
@@ -131,68 +188,24 @@ class LoopBridge:
         """Lanes that have not ended yet."""
         return len(self._open)
 
-    async def wait_for_room(self, count: int, watch: Callable[[asyncio.Future[None]], None]) -> None:
-        """Return when the bounded queue has room for `count` requests, which are to enter before anything is awaited.
-
-        `watch` is called once this is in line: it asks the worker for news, and may keep the future for `withdraw`.
-
-        Raises:
-            Withdrawn: `withdraw` was called.
-            Exception: what `fail_waiting` was given, or what `watch` raised.
-        """
-        line = self.line
-        if line.can_enter(count):
-            return
-        future: asyncio.Future[None] = self.loop.create_future()
-        self._waiters.add(future)
-        place = line.join(count, lambda: _resolve(future))
-        try:
-            # Only now, when the worker can see this place: it forgets bridges in which nobody waits. And the worker
-            # reads `is_waiting_for_room` after it made room, so look again.
-            watch(future)
-            line.let_in()
-            await future
-        except BaseException:
-            line.leave(place)
-            line.let_in()
-            raise
-        finally:
-            self._waiters.discard(future)
-        line.leave(place)
-
     def withdraw(self, future: asyncio.Future[Any]) -> None:
-        """Take a submission out of the line for room, from any thread."""
-        try:
-            self.loop.call_soon_threadsafe(_set_exception, future, Withdrawn(), context=self._context)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits in it
+        """Raise `Withdrawn` where a submission waits for this future, from any thread."""
+        self._mailbox.call(fail, future, Withdrawn())
 
     def fail_waiting(self, make_error: Callable[[], Exception]) -> None:
         """End everybody who waits for room, because the engine is closed or dead (any thread)."""
-        try:
-            self.loop.call_soon_threadsafe(self._fail_waiting, make_error, context=self._context)
-        except RuntimeError:
-            pass  # the loop is closed: nobody waits in it
+        self._mailbox.call(self._fail_waiting, make_error)
 
     def _fail_waiting(self, make_error: Callable[[], Exception]) -> None:
         self.line.clear()
-        for future in tuple(self._waiters):
-            _set_exception(future, make_error())
+        for future in tuple(self.waiters):
+            fail(future, make_error())
 
-    def _arrived(self) -> None:
-        self.num_wakeups += 1
-        self._is_called = False  # before looking: what is posted from here on makes a call of its own
-        posted = self._posted
-        try:
-            while posted:
-                batch = posted.popleft()
-                if self._channel is not None:
-                    self._channel[0].send_nowait(batch)
-                else:
-                    self._deliver(batch)
-        finally:
-            if posted:  # interrupted
-                self.loop.call_soon(self._arrived, context=self._context)
+    def _arrived(self, batch: list[Delta]) -> None:
+        if self._channel is not None:
+            self._channel[0].send_nowait(batch)
+        else:
+            self._deliver(batch)
 
     def _deliver(self, batch: list[Delta]) -> None:
         for lane, token_ids, text, logprobs, end in batch:
@@ -241,11 +254,6 @@ class Signal:
         self._is_set = False
         self._waiters: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
 
-    @property
-    def is_set(self) -> bool:
-        """True after `set()`."""
-        return self._is_set
-
     def set(self) -> None:
         """Wake every waiter, now and later (any thread)."""
         self._is_set = True
@@ -255,7 +263,7 @@ class Signal:
             except IndexError:
                 return
             try:
-                loop.call_soon_threadsafe(_resolve, future)
+                loop.call_soon_threadsafe(resolve, future, None)
             except RuntimeError:
                 pass  # that loop is closed
 
@@ -269,11 +277,13 @@ class Signal:
         await future
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def resolve(future: asyncio.Future[T], result: T) -> None:
+    """Give a future its result, unless it has one (in its loop)."""
     if not future.done():
-        future.set_result(None)
+        future.set_result(result)
 
 
-def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
+def fail(future: asyncio.Future[Any], error: Exception) -> None:
+    """Give a future an exception, unless it is done (in its loop)."""
     if not future.done():
         future.set_exception(error)

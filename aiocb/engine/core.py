@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from aiocb.engine.delivery import Delivery
+from aiocb.engine.delivery import Delivery, error_delta
 from aiocb.engine.output import OutputState
 from aiocb.engine.room import Room
-from aiocb.engine.slot import Delta, End
 from aiocb.engine.stats import Recorder, Stats
 from aiocb.scheduler.request import ParallelGroup, Request
 
@@ -49,7 +48,6 @@ class EngineCore:
         delivery: the streams and what is on its way to them.
         last_event_at: when the last step began or ended.
         is_stepping: the runner is at work.
-        is_paused: no step is taken, commands are.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class EngineCore:
         self.delivery = Delivery(scheduler, self.recorder, clock)
         self.last_event_at = clock()
         self.is_stepping = False
-        self.is_paused = False
         self._request_ids = request_ids or itertools.count(1)
         self._random = random_source or random.Random()
         self._debug_checks = debug_checks
@@ -110,7 +107,7 @@ class EngineCore:
         """End what is overdue, and decide what the runner does next; None when that is nothing."""
         now = self.clock()
         for event in self.scheduler.expire(now):
-            self.delivery.end(event.request, event, now)
+            self.delivery.end(event, now)
         if self.is_paused:
             return None
         plan = self.scheduler.schedule(now)
@@ -154,6 +151,11 @@ class EngineCore:
             self._answer_calls()
 
     @property
+    def is_paused(self) -> bool:
+        """True while no step is taken; commands are."""
+        return self._num_pauses > 0
+
+    @property
     def has_work(self) -> bool:
         """True when `step()` would find something to do without new commands."""
         return not self.is_paused and self.scheduler.has_work
@@ -185,7 +187,7 @@ class EngineCore:
             # All that is known to go wrong has been refused before; what was missed costs this stream and no other.
             for request in requests:
                 if request.arrival >= 0:
-                    self.scheduler.finish(request, "error", now=self.clock())
+                    self.scheduler.finish(request, "error")
             self.delivery.refuse(submission, error)
         else:
             self.delivery.open(submission.slot, requests)
@@ -197,14 +199,14 @@ class EngineCore:
         group = ParallelGroup() if len(submission.lanes) > 1 else None
         for lane in submission.lanes:
             request = Request(
-                next(self._request_ids),
-                prompt,
-                sampling,
+                list(prompt),
+                submission.cache_salt,
+                id=next(self._request_ids),
+                sampling=sampling,
                 max_tokens=len(prompt) + submission.max_output_tokens,
                 seed=lane_seed(seed, lane.index),
                 index=lane.index,
                 priority=submission.priority,
-                cache_salt=submission.cache_salt,
                 deadline=submission.deadline,
                 queue_deadline=submission.queue_deadline,
                 submitted_at=submission.submitted_at,
@@ -212,10 +214,8 @@ class EngineCore:
                 group=group,
             )
             requests.append(request)
-        if group is None:
-            self.scheduler.add(requests[0])
-        else:
-            self.scheduler.add_group(requests)
+        for request in requests:
+            self.scheduler.add(request)
 
     def abort(self, slot: Slot) -> None:
         """End a stream whose reader has left; nothing more is delivered. Unknown or ended streams are ignored."""
@@ -241,7 +241,6 @@ class EngineCore:
     def pause(self, acknowledge: Callable[[], None]) -> None:
         """Stop stepping (commands are still applied, deadlines still hold) and tell so. Pauses nest."""
         self._num_pauses += 1
-        self.is_paused = True
         self._land()
         acknowledge()
 
@@ -250,7 +249,6 @@ class EngineCore:
         self._num_pauses -= 1
         if self._num_pauses:
             return
-        self.is_paused = False
         self.scheduler.reset_prefix_cache()
         self.scheduler.preempt_all()
         self.runner.reload_weights()
@@ -293,8 +291,7 @@ class EngineCore:
             except queue.Empty:
                 break
             if operation is EngineCore.submit:
-                ends = [Delta(lane, (), "", None, End("error", error=make_error())) for lane in argument.lanes]
-                argument.slot.bridge.post(ends)
+                argument.slot.bridge.post([error_delta(lane, make_error()) for lane in argument.lanes])
             elif operation is EngineCore.pause:
                 argument()
             elif operation is EngineCore.call:

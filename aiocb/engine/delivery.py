@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from aiocb.engine.slot import Delta, End, Slot
+from aiocb.engine.slot import Delta, End, Lane, Slot
 from aiocb.errors import AiocbError, RequestError, RequestFailed, explain
 from aiocb.scheduler.request import Request
 from aiocb.scheduler.scheduler import Finished, Scheduler, Update
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from aiocb.engine.stats import Recorder
     from aiocb.outputs import FinishReason
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "error_delta", "failed"]
 
 
 class Delivery:
@@ -64,7 +64,7 @@ class Delivery:
         """End a stream that the scheduler has not taken: every lane has an error of its own."""
         for lane in submission.lanes:
             failure = error if isinstance(error, RequestError) and lane.index == 0 else failed(error)
-            self.post(submission.slot, Delta(lane, (), "", None, End("error", error=failure)))
+            self.post(submission.slot, error_delta(lane, failure))
 
     # ── what a step has brought ──────────────────────────────────────────────────────────────────────────────────
 
@@ -94,7 +94,7 @@ class Delivery:
                     self._check_reader(request, output, now)
             except BaseException as error:  # tokenizers are users' code, too
                 failure = failed(error)
-                self.end(request, finished or self._finish(request, "error", now, failure), now, failure)
+                self.end(finished or self._scheduler.finish(request, "error", error=failure), now, failure)
 
     def _take_slowly(self, update: Update, now: float) -> None:
         request, token_ids, logprobs, prompt_logprobs, finished = update
@@ -105,16 +105,11 @@ class Delivery:
         if matched is not None:
             request.cut(request.num_output_tokens - output.num_cut)
             if finished is None:
-                finished = self._scheduler.finish(request, "stop", stop_reason=matched, now=now)
+                finished = self._scheduler.finish(request, "stop", stop_reason=matched)
         if finished is not None:
-            self.end(request, finished, now)
+            self.end(finished, now)
         elif output.interval is not None and len(output.token_ids) >= output.interval:
             self.post(output.slot, output.take(None))
-
-    def _finish(
-        self, request: Request, reason: FinishReason, now: float, error: Exception | None = None
-    ) -> Finished | None:
-        return self._scheduler.finish(request, reason, error=error, now=now)
 
     def _check_reader(self, request: Request, output: OutputState, now: float) -> None:
         """Hold a request back, or end it, when its reader is too far behind."""
@@ -123,7 +118,7 @@ class Delivery:
         if slot.num_sent - slot.num_read < output.max_unread:
             return
         if output.on_unread == "cancel":
-            self.end(request, self._finish(request, "cancelled", now), now)
+            self.end(self._scheduler.finish(request, "cancelled"), now)
             return
         for sibling in self.requests_of(slot):
             self._scheduler.pause(sibling)
@@ -145,7 +140,8 @@ class Delivery:
         now = self._clock()
         requests = self.requests_of(slot)
         for request in requests:
-            self.end(request, self._finish(request, reason, now, make_error() if make_error else None), now)
+            error = make_error() if make_error else None
+            self.end(self._scheduler.finish(request, reason, error=error), now)
         return len(requests)
 
     def end_all(self, make_error: Callable[[], Exception]) -> None:
@@ -154,16 +150,11 @@ class Delivery:
             self.end_stream(slot, "error", make_error)
         self.flush()
 
-    def end(
-        self,
-        request: Request,
-        finished: Finished | None,
-        now: float,
-        error: Exception | None = None,
-    ) -> None:
+    def end(self, finished: Finished | None, now: float, error: Exception | None = None) -> None:
         """Deliver a request's terminal event; exactly once, because `Scheduler.finish` answers exactly once."""
         if finished is None:
             return
+        request = finished.request
         output: OutputState = request.payload
         slot = output.slot
         error = error or finished.error
@@ -194,7 +185,7 @@ class Delivery:
         """End every stream without asking the scheduler, which may be broken."""
         for slot, requests in self.streams():
             for request in requests:
-                self.post(slot, Delta(request.payload.lane, (), "", None, End("error", error=make_error())))
+                self.post(slot, error_delta(request.payload.lane, make_error()))
         self._requests.clear()
         self.flush()
 
@@ -231,6 +222,11 @@ class Delivery:
         for slot, requests in self._requests.items():
             assert requests, f"{slot.request_id} is registered without a living request"
             assert all(not request.is_finished for request in requests), f"{slot.request_id} keeps an ended request"
+
+
+def error_delta(lane: Lane, error: Exception) -> Delta:
+    """A lane's end by an error, where nothing of its output is left."""
+    return Delta(lane, (), "", None, End("error", error=error))
 
 
 def failed(error: BaseException) -> RequestFailed:

@@ -2,38 +2,37 @@
 
 ```
 event loop                    │ encoder thread      │ event loop
-submit() ─► queue of jobs ────┼─► call() ─► _Outbox ┼─ call_soon_threadsafe ─► futures resolved, in order
+submit() ─► queue of jobs ────┼─► call() ─► Mailbox ┼─ call_soon_threadsafe ─► futures resolved, in order
                               │   one after another │  one call for all that are ready
 ```
 
 Neither a loop nor the step is held up by a long prompt, a slow template or twenty thousand stop strings, and requests
 reach the worker in the order in which they were made. A tokenizer in Rust works without the GIL; what is Python shares
-it. `submit` runs in a loop, `start` and `stop` in any thread; each method of `_Outbox` says where.
+it. `submit` runs in a loop, `start` and `stop` in any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from aiocb.engine.bridge import Signal
+from aiocb.engine.bridge import Mailbox, Signal, resolve
 from aiocb.errors import EngineError
 
 __all__ = ["Encoder"]
 
 T = TypeVar("T")
+_Result = tuple[asyncio.Future[Any], Any]
 
 
 class _Job(NamedTuple):
     call: Callable[[], Any]
     future: asyncio.Future[Any]
-    outbox: _Outbox
+    outbox: Mailbox[_Result]
 
 
 class Encoder:
@@ -45,7 +44,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._outboxes: dict[asyncio.AbstractEventLoop, _Outbox] = {}
+        self._outboxes: dict[asyncio.AbstractEventLoop, Mailbox[_Result]] = {}
         self._make_error: Callable[[], Exception] | None = None
         self._thread: threading.Thread | None = None
         self.exited = Signal()
@@ -76,9 +75,9 @@ class Encoder:
         if outbox is None:
             for closed in [other for other in tuple(self._outboxes) if other.is_closed()]:
                 self._outboxes.pop(closed, None)
-            outbox = self._outboxes[loop] = _Outbox(loop)
+            outbox = self._outboxes[loop] = Mailbox(loop, _take)
         future: asyncio.Future[T | Exception] = loop.create_future()
-        outbox.is_called = False  # an interrupted loop may have lost the call; one too many is harmless
+        outbox.distrust()
         self._jobs.put(_Job(call, future, outbox))
         if self._make_error is not None:  # looked at last: the thread may have ended before the job was queued
             self._refuse(self._make_error)
@@ -113,7 +112,7 @@ class Encoder:
             result = job.call()
         except Exception as error:
             result = error
-        job.outbox.post(job.future, result)
+        job.outbox.post((job.future, result))
         time.sleep(0)  # lets the loop and the step in now, and not when the interpreter's 5 ms are over
 
     def _refuse(self, make_error: Callable[[], Exception]) -> None:
@@ -123,39 +122,9 @@ class Encoder:
             except queue.Empty:
                 break
             if job is not None:
-                job.outbox.post(job.future, make_error())
+                job.outbox.post((job.future, make_error()))
         self._jobs.put(None)  # the thread wakes and sees that it is over
 
 
-class _Outbox:
-    """Results on their way to one event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.is_called = False  # a call of `_arrived` is under way
-        self._results: deque[tuple[asyncio.Future[Any], Any]] = deque()
-        self._context = contextvars.Context()
-
-    def post(self, future: asyncio.Future[Any], result: Any) -> None:
-        """Hand over a result, from any thread."""
-        self._results.append((future, result))
-        if self.is_called:
-            return
-        self.is_called = True
-        try:
-            self.loop.call_soon_threadsafe(self._arrived, context=self._context)
-        except RuntimeError:
-            self._results.clear()  # the loop is closed: nobody waits in it
-
-    def _arrived(self) -> None:
-        """Resolve everything that is there (in the loop)."""
-        self.is_called = False  # before looking: what is posted from here on makes a call of its own
-        results = self._results
-        try:
-            while results:
-                future, result = results.popleft()
-                if not future.done():  # cancelled or withdrawn
-                    future.set_result(result)
-        finally:
-            if results:  # interrupted
-                self.loop.call_soon(self._arrived, context=self._context)
+def _take(item: _Result) -> None:
+    resolve(*item)  # unless it was cancelled or withdrawn

@@ -32,6 +32,7 @@ from aiocb.engine.stats import EngineState, Health, Stats
 from aiocb.engine.stream import Stream
 from aiocb.engine.worker import Worker
 from aiocb.errors import ConfigError, EngineClosed, InvalidRequest, show_value
+from aiocb.model.request import ModelRequest
 from aiocb.outputs import Completion
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import Runner
@@ -117,15 +118,10 @@ class Engine:
         if settings:
             wanted = ", ".join(f"{name}={options[name]!r}" for name in settings)
             raise ConfigError(f"{', '.join(settings)}: settings of the engine; pass config=EngineConfig({wanted})")
-        source = PretrainedSource(
-            name_or_path,
-            dtype=dtype,
-            device=device,
-            quantization=quantization,
-            progress=progress,
-            options=options,
+        request = ModelRequest(
+            config or EngineConfig(), name_or_path, None, dtype, device, quantization, progress, options
         )
-        engine._init(source, config, drain)
+        engine._init(PretrainedSource(request), config, drain)
         return engine
 
     @classmethod
@@ -451,6 +447,17 @@ class Engine:
         """The tokenizer, or None."""
         session = self._session
         return None if session is None or session.text is None else session.text.tokenizer
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens, prompt and output together, that one request can have.
+
+        Raises:
+            EngineClosed, EngineDead: the engine is not running.
+        """
+        limits = self._running().limits
+        assert limits is not None
+        return limits.longest
 
     @property
     def state(self) -> EngineState:

@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import random
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiocb.config import Choice, EngineConfig
@@ -136,11 +135,3 @@ class Life:
             raise self.worker.make_dead_error()
         what = "closing" if state == "running" else state
         raise EngineClosed(f"the engine is {what}; it accepts no new requests")
-
-    def closed_error(self) -> Callable[[], Exception]:
-        """Makes errors for those whom the end of this life has met, one each."""
-        return self.worker.make_dead_error if self.worker.state == "dead" else _make_closed_error
-
-
-def _make_closed_error() -> EngineClosed:
-    return EngineClosed("the engine was closed while this request waited for the queue")

@@ -131,6 +131,8 @@ class OutputState:
         error: Exception | None = None,
     ) -> End:
         """The terminal event, with counts and times."""
+        submitted, scheduled, first = request.submitted_at, request.first_scheduled_at, request.first_token_at
+        assert submitted is not None
         num_output_tokens = 0 if self.drop_output else request.num_output_tokens
         if error is not None and num_output_tokens:
             error.add_note(f"{num_output_tokens} tokens had been produced")
@@ -138,21 +140,12 @@ class OutputState:
             reason,
             stop_reason,
             Usage(request.num_prompt_tokens, num_output_tokens, request.num_cached_tokens),
-            request_metrics(request, now),
+            RequestMetrics(
+                None if scheduled is None else scheduled - submitted,
+                None if first is None else first - submitted,
+                now - submitted,
+                request.num_preemptions,
+            ),
             error,
             None if self.prompt_logprobs is None else tuple(self.prompt_logprobs),
         )
-
-
-def request_metrics(request: Request, now: float) -> RequestMetrics:
-    """Times of a request that ends now, in seconds."""
-    submitted = request.submitted_at
-    assert submitted is not None
-    first_scheduled = request.first_scheduled_at
-    first_token = request.first_token_at
-    return RequestMetrics(
-        None if first_scheduled is None else first_scheduled - submitted,
-        None if first_token is None else first_token - submitted,
-        now - submitted,
-        request.num_preemptions,
-    )

@@ -48,6 +48,11 @@ class Limits:
     max_prompt_characters: int | None = None
     max_request_strings: int | None = None
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request: what the model's positions and the cache allow."""
+        return min(self.defaults.max_model_len, self.max_request_tokens)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamSpec:
@@ -238,7 +243,7 @@ def _fit(spec: StreamSpec, sampling: SamplingParams, prompt_token_ids: list[int]
 def _check_room(num_prompt: int, sampling: SamplingParams, limits: Limits) -> tuple[int, str]:
     """How many output tokens fit behind a prompt, and what bounds them."""
     longest = limits.defaults.max_model_len
-    room = min(longest, limits.max_request_tokens) - num_prompt
+    room = limits.longest - num_prompt
     what = (
         f"the model's limit of {longest} tokens"
         if longest <= limits.max_request_tokens

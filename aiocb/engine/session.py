@@ -6,15 +6,16 @@ Loop threads, except `_on_exit` (worker thread).
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio
 
-from aiocb.engine.bridge import LoopBridge, Signal
+from aiocb.engine.bridge import LoopBridge, Signal, fail, resolve
 from aiocb.engine.core import EngineCore
 from aiocb.engine.encoder import Encoder
 from aiocb.engine.life import Life
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Intent", "Session", "Submitted"]
 
+T = TypeVar("T")
 _LONGEST_ALARM_S = 1e6
 _ENCODER_EXIT_S = 1.0
 
@@ -89,16 +91,16 @@ class Session(Life):
         try:
             self.worker.start(lambda _error: self.built.set(), self._on_exit)
         except BaseException:
-            self.encoder.stop(self.closed_error())
+            self.encoder.stop(self.worker.make_end_error)
             raise
 
     def _on_exit(self) -> None:
-        self.encoder.stop(self.closed_error())
+        self.encoder.stop(self.worker.make_end_error)
         for loop, bridge in tuple(self._bridges.items()):
             if loop.is_closed():
                 bridge.discard()
             else:
-                bridge.fail_waiting(self.closed_error())
+                bridge.fail_waiting(self.worker.make_end_error)
         self.exited.set()
 
     async def shutdown(self, drain: float | None) -> None:
@@ -163,7 +165,13 @@ class Session(Life):
         """
         submitted_at = time.monotonic()
         bridge = self._bridge(asyncio.get_running_loop())
-        prepared = await self._prepared(bridge, spec, begun, intent)
+        intent.abandon = partial(bridge.withdraw, begun)
+        try:  # it cancels what it does not wait for any more, and that is not begun then
+            prepared = await self._in_time(begun, spec, submitted_at, "the request was not prepared")
+        finally:
+            intent.abandon = None
+        if isinstance(prepared, Exception):
+            raise prepared
         num_lanes = prepared.sampling.n
         if self.config.max_queue_size and not intent.is_finishing:
             await self._wait_for_room(bridge, spec, intent, num_lanes, submitted_at)
@@ -202,52 +210,51 @@ class Session(Life):
         self.put((EngineCore.submit, submission))
         return Submitted(slot, lanes, prepared.prompt_token_ids)
 
-    async def _prepared(
-        self, bridge: LoopBridge, spec: StreamSpec, begun: asyncio.Future[Prepared | Exception], intent: Intent
-    ) -> Prepared:
-        """Wait for the encoder, for as long as the request's time allows."""
-        bounds = [bound for bound in (spec.timeout, spec.queue_timeout) if bound is not None]
-        alarm = None
-        if bounds and min(bounds) < _LONGEST_ALARM_S:
-            late = RequestTimeout(f"the request was not prepared within {min(bounds)} s", "queue")
-            alarm = bridge.loop.call_later(min(bounds), _resolve, begun, late)
-        intent.abandon = partial(bridge.withdraw, begun)
-        try:
-            prepared = await begun
-        finally:
-            intent.abandon = None
-            begun.cancel()  # of no effect on one that is done; what a dropped coroutine has waited for is not begun
-            if alarm is not None:
-                alarm.cancel()
-        if isinstance(prepared, Exception):
-            raise prepared
-        return prepared
-
     async def _wait_for_room(
         self, bridge: LoopBridge, spec: StreamSpec, intent: Intent, count: int, submitted_at: float
     ) -> None:
+        """Return when the queue has room for `count` requests, which are to enter before anything is awaited."""
         self.room.check(count)
-        if spec.on_full == "refuse":
-            if not bridge.line.can_enter(count):
-                limit = self.room.limit
-                raise QueueFull(f"the queue is full ({limit} requests wait); try later or pass on_full='wait'")
+        line = bridge.line
+        if line.can_enter(count):
             return
-
-        def watch(future: asyncio.Future[None]) -> None:
-            intent.withdraw = partial(bridge.withdraw, future)
+        if spec.on_full == "refuse":
+            raise QueueFull(f"the queue is full ({self.room.limit} requests wait); try later or pass on_full='wait'")
+        future: asyncio.Future[None] = bridge.loop.create_future()
+        place = line.join(count, partial(resolve, future, None))
+        bridge.waiters.add(future)
+        intent.withdraw = partial(bridge.withdraw, future)
+        try:
+            # Only now, when the worker can see this place: it forgets bridges in which nobody waits. And the worker
+            # reads `is_waiting_for_room` after it made room, so look again.
             self.put((EngineCore.watch_room, bridge))
             # Whoever ends the worker after this line finds the future in line and fails it.
             self.raise_if_unusable()
-
-        bounds = [bound for bound in (spec.timeout, spec.queue_timeout) if bound is not None]
-        remaining = min(bounds) - (time.monotonic() - submitted_at) if bounds else None
-        try:
-            with anyio.move_on_after(remaining) as scope:
-                await bridge.wait_for_room(count, watch)
+            line.let_in()
+            await self._in_time(future, spec, submitted_at, "no room in the queue")
+        except BaseException:
+            line.leave(place)
+            line.let_in()
+            raise
         finally:
             intent.withdraw = None
-        if scope.cancelled_caught:
-            raise RequestTimeout(f"no room in the queue within {min(bounds)} s", "queue")
+            bridge.waiters.discard(future)
+        line.leave(place)
+
+    async def _in_time(self, future: asyncio.Future[T], spec: StreamSpec, submitted_at: float, failure: str) -> T:
+        """Wait for a future as long as the time before the first step allows."""
+        bounds = [bound for bound in (spec.timeout, spec.queue_timeout) if bound is not None]
+        remaining = min(bounds) - (time.monotonic() - submitted_at) if bounds else math.inf
+        alarm = None
+        if remaining < _LONGEST_ALARM_S:
+            late = RequestTimeout(f"{failure} within {min(bounds)} s", "queue")
+            alarm = future.get_loop().call_later(remaining, fail, future, late)
+        try:
+            return await future
+        finally:
+            future.cancel()  # of no effect on one that is done
+            if alarm is not None:
+                alarm.cancel()
 
     def _bridge(self, loop: asyncio.AbstractEventLoop) -> LoopBridge:
         bridge = self._bridges.get(loop)
@@ -263,8 +270,3 @@ class Session(Life):
 
     def _abandon(self, slot: Slot) -> None:
         self.put((EngineCore.abort, slot))
-
-
-def _resolve(future: asyncio.Future[Prepared | Exception], result: Exception) -> None:
-    if not future.done():
-        future.set_result(result)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from aiocb.outputs import FinishReason, RequestMetrics, TokenLogprobs, Usage
@@ -72,19 +73,17 @@ class Delta(NamedTuple):
     end: End | None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Lane:
     """One sample's unread output. Everything is merged here until the reader takes it as one delta."""
 
-    __slots__ = ("end", "index", "is_ready", "logprobs", "slot", "texts", "token_ids")
-
-    def __init__(self, slot: Slot, index: int) -> None:
-        self.slot = slot
-        self.index = index
-        self.token_ids: Sequence[int] = ()
-        self.texts: list[str] = []
-        self.logprobs: Sequence[TokenLogprobs] | None = None
-        self.end: End | None = None
-        self.is_ready = False
+    slot: Slot
+    index: int
+    token_ids: Sequence[int] = field(default=(), init=False)
+    texts: list[str] = field(default_factory=list, init=False)
+    logprobs: Sequence[TokenLogprobs] | None = field(default=None, init=False)
+    end: End | None = field(default=None, init=False)
+    is_ready: bool = field(default=False, init=False)
 
     def push(
         self, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprobs, ...] | None, end: End | None
@@ -125,12 +124,14 @@ class Lane:
                 waiter.set_result(None)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Slot:
     """One stream's request: its lanes, the parked reader, and the marks that the worker reads.
 
     Attributes:
         request_id: the user's label.
         bridge: the way from the worker to this slot's event loop.
+        num_open: lanes that have not ended.
         ready: lanes with something unread, in order of arrival.
         waiter: the parked reader's future.
         is_closed: set once by `Stream.close()`; nothing is delivered after it.
@@ -140,31 +141,16 @@ class Slot:
         on_end: called once on the loop, when the last lane has ended or the first one with an error.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "bridge",
-        "is_closed",
-        "is_paused",
-        "num_open",
-        "num_read",
-        "num_sent",
-        "on_end",
-        "ready",
-        "request_id",
-        "waiter",
-    )
-
-    def __init__(self, request_id: str, bridge: Bridge, num_lanes: int) -> None:
-        self.request_id = request_id
-        self.bridge = bridge
-        self.num_open = num_lanes
-        self.ready: deque[Lane] = deque()
-        self.waiter: asyncio.Future[None] | None = None
-        self.on_end: Callable[[], object] | None = None
-        self.is_closed = False
-        self.num_read = 0
-        self.num_sent = 0
-        self.is_paused = False
+    request_id: str
+    bridge: Bridge
+    num_open: int
+    ready: deque[Lane] = field(default_factory=deque, init=False)
+    waiter: asyncio.Future[None] | None = field(default=None, init=False)
+    is_closed: bool = field(default=False, init=False)
+    num_read: int = field(default=0, init=False)
+    is_paused: bool = field(default=False, init=False)
+    num_sent: int = field(default=0, init=False)
+    on_end: Callable[[], object] | None = field(default=None, init=False)
 
     def make_lanes(self) -> tuple[Lane, ...]:
         """The lanes of a new slot, one per parallel sample."""

@@ -7,15 +7,17 @@ has left it, empty; a second life waits for that, in its own worker thread. A so
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import EngineClosed, EngineError
+from aiocb.model.request import ModelRequest
 from aiocb.sampling_params import ModelDefaults
 from aiocb.step import Runner
 from aiocb.text.processor import TextProcessor
@@ -118,39 +120,16 @@ class Source(ABC):
 class PretrainedSource(Source):
     """A model by name or path, loaded on the first lease and kept."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        dtype: Any,
-        device: Any,
-        quantization: str | None,
-        progress: Progress | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        super().__init__(name)
-        self._dtype = dtype
-        self._device = device
-        self._quantization = quantization
-        self._progress = progress
-        self._options = dict(options)
+    def __init__(self, request: ModelRequest) -> None:
+        super().__init__(request.name)
+        self._request = request
         self._kept: Built | None = None
 
     def _open(self, config: EngineConfig) -> Built:
         if self._kept is None:
             from aiocb.model.open import open_model
-            from aiocb.model.request import ModelRequest
 
-            request = ModelRequest(
-                config,
-                self.name,
-                dtype=self._dtype,
-                device=self._device,
-                quantization=self._quantization,
-                progress=self._progress,
-                options=self._options,
-            )
-            opened = open_model(request)
+            opened = open_model(dataclasses.replace(self._request, config=config))
             self.model = opened.model
             self._kept = Built(opened.runner, TextProcessor(opened.tokenizer), opened.defaults, list(opened.choices))
         return self._kept
@@ -172,7 +151,6 @@ class LoadedSource(Source):
 
     def _open(self, config: EngineConfig) -> Built:
         from aiocb.model.open import open_model
-        from aiocb.model.request import ModelRequest
 
         opened = open_model(ModelRequest(config, model=self.model))
         return Built(opened.runner, self._text, opened.defaults, list(opened.choices))

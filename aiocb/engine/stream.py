@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 
 from aiocb.engine.bridge import Withdrawn
 from aiocb.engine.core import EngineCore
 from aiocb.engine.session import Intent
-from aiocb.errors import EngineError, QueueFull, RequestError
+from aiocb.engine.slot import End
+from aiocb.errors import EngineError, QueueFull, RequestError, RequestTimeout
 from aiocb.outputs import Chunk, Completion, RequestMetrics, Usage
 
 if TYPE_CHECKING:
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
     from aiocb.engine.prepare import Prepared, StreamSpec
     from aiocb.engine.session import Session
-    from aiocb.engine.slot import End, Lane, Slot
-    from aiocb.outputs import TokenLogprobs
+    from aiocb.engine.slot import Lane, Slot
 
 __all__ = ["Stream"]
 
@@ -162,42 +163,28 @@ class Stream:
                 self._put((EngineCore.resume, slot))
         if texts:
             lane.texts = []
-        if end is None:
+        elif not token_ids and end is None:
+            return None
+        if end is not None and end.error is not None:
             if not token_ids and not texts:
-                return None
-            logprobs = lane.logprobs
-            if logprobs is not None:
-                lane.logprobs = None
-            return Chunk(
-                slot.request_id,
-                lane.index,
-                texts[0] if len(texts) == 1 else "".join(texts),
-                token_ids if type(token_ids) is tuple else tuple(token_ids),
-                logprobs if logprobs is None else tuple(logprobs),
-            )
-        return self._last(slot, lane, end, tuple(token_ids), "".join(texts))
-
-    def _last(self, slot: Slot, lane: Lane, end: End, token_ids: tuple[int, ...], text: str) -> Chunk | None:
-        logprobs, lane.logprobs = lane.logprobs, None
-        if end.error is None:
-            return Chunk(
-                slot.request_id,
-                lane.index,
-                text,
-                token_ids,
-                None if logprobs is None else tuple(logprobs),
-                end.finish_reason,
-                end.stop_reason,
-                end.usage,
-            )
-        if token_ids or text:
+                # One error ends the whole stream: what its other samples do is of no use to anyone.
+                self.close()
+                raise end.error
             # What came before the error is delivered first; the error follows on the next read.
             lane.is_ready = True
             slot.ready.appendleft(lane)
-            return Chunk(slot.request_id, lane.index, text, token_ids, None if logprobs is None else tuple(logprobs))
-        # One error ends the whole stream: what its other samples do is of no use to anyone.
-        self.close()
-        raise end.error
+            end = None
+        logprobs = lane.logprobs
+        if logprobs is not None:
+            lane.logprobs = None
+            logprobs = tuple(logprobs)
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        if type(token_ids) is not tuple:
+            token_ids = tuple(token_ids)
+        if end is None:
+            return Chunk(slot.request_id, lane.index, text, token_ids, logprobs)
+        reason, stop_reason, usage, *_ = end
+        return Chunk(slot.request_id, lane.index, text, token_ids, logprobs, reason, stop_reason, usage)
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -294,66 +281,64 @@ class Stream:
         """
         if self._slot is None:
             self._spec = dataclasses.replace(self._spec, stream_interval=None)  # one delivery: nobody reads deltas
-        texts: dict[int, list[str]] = {}
-        token_ids: dict[int, list[int]] = {}
-        logprobs: dict[int, list[TokenLogprobs]] = {}
+        chunks: dict[int, list[Chunk]] = {}
         try:
             async for chunk in self:
-                texts.setdefault(chunk.index, []).append(chunk.text)
-                token_ids.setdefault(chunk.index, []).extend(chunk.token_ids)
-                if chunk.logprobs is not None:
-                    logprobs.setdefault(chunk.index, []).extend(chunk.logprobs)
+                chunks.setdefault(chunk.index, []).append(chunk)
         except BaseException as error:
             self.close()
             if isinstance(error, RequestError):
-                error.partial = self._completions(texts, token_ids, logprobs)
+                error.partial = self._completions(chunks)
             raise
-        return self._completions(texts, token_ids, logprobs)
+        return self._completions(chunks)
 
-    def _completions(
-        self,
-        texts: dict[int, list[str]],
-        token_ids: dict[int, list[int]],
-        logprobs: dict[int, list[TokenLogprobs]],
-    ) -> list[Completion]:
+    def _completions(self, chunks: Mapping[int, Sequence[Chunk]]) -> list[Completion]:
         # A stream that was closed before it was submitted has no lanes.
         lanes = self._lanes or [None] * int(self._spec.sampling.n)
-        return [
-            self._completion(index, lane, "".join(texts.get(index, ())), token_ids.get(index, []), logprobs.get(index))
-            for index, lane in enumerate(lanes)
-        ]
+        return [self._completion(index, lane, chunks.get(index, ())) for index, lane in enumerate(lanes)]
 
-    def _completion(
-        self, index: int, lane: Lane | None, text: str, token_ids: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> Completion:
-        end = None if lane is None else lane.end
-        finish_reason = "cancelled" if end is None else end.finish_reason
+    def _completion(self, index: int, lane: Lane | None, chunks: Sequence[Chunk]) -> Completion:
+        end = (None if lane is None else lane.end) or End("cancelled")
         prompt_token_ids = tuple(self._prompt_token_ids)
-        usage = None if end is None else end.usage
-        metrics = None if end is None else end.metrics
+        token_ids = tuple(chain.from_iterable([chunk.token_ids for chunk in chunks]))
+        has_logprobs = any(chunk.logprobs is not None for chunk in chunks)
         return Completion(
             self.request_id,
             index,
-            text,
-            tuple(token_ids),
-            None if logprobs is None else tuple(logprobs),
-            finish_reason,
-            None if end is None else end.stop_reason,
-            usage or Usage(len(prompt_token_ids), len(token_ids)),
+            "".join([chunk.text for chunk in chunks]),
+            token_ids,
+            tuple(chain.from_iterable([chunk.logprobs or () for chunk in chunks])) if has_logprobs else None,
+            end.finish_reason,
+            end.stop_reason,
+            end.usage or Usage(len(prompt_token_ids), len(token_ids)),
             prompt_token_ids,
-            metrics or RequestMetrics(None, None, 0.0),
-            None if end is None else end.prompt_logprobs,
+            end.metrics or RequestMetrics(None, None, 0.0),
+            end.prompt_logprobs,
         )
 
-    async def _open(self, on_end: Callable[[], object] | None) -> None:
-        """Submit now; `on_end` is called on the loop when the last sample has ended, or one with an error."""
+    def _failed(self, error: RequestError) -> Completion:
+        """The completion that stands for this stream where its failure is not raised."""
+        return dataclasses.replace(
+            (error.partial or self._completions({}))[0],
+            finish_reason="timeout" if isinstance(error, RequestTimeout) else "error",
+            stop_reason=None,
+            prompt_logprobs=None,
+            error=error,
+        )
+
+    async def _open(self, on_end: Callable[[], object], on_full: Literal["wait", "refuse"] | None = None) -> None:
+        """Submit now, for one delivery at the end, and call `on_end` on the loop when there is something to collect."""
         self._entered = True
-        slot = await self._submit()
-        if on_end is not None:
-            if slot.num_open == 0:
-                on_end()
-            else:
-                slot.on_end = on_end
+        spec = self._spec
+        self._spec = dataclasses.replace(spec, stream_interval=None, on_full=on_full or spec.on_full)
+        try:
+            slot = await self._submit()
+        finally:
+            self._spec = spec
+        if slot.num_open == 0:
+            on_end()
+        else:
+            slot.on_end = on_end
 
     def _raise_if_foreign(self) -> None:
         assert self._session is not None

@@ -103,7 +103,7 @@ class Worker:
             return
         core.inbox.put(command)
         if self._state in ("dead", "closed"):
-            core.refuse_inbox(self.make_dead_error if self._state == "dead" else self._make_stop_error)
+            core.refuse_inbox(self.make_end_error)
 
     def stop(self, make_error: Callable[[], Exception] | None = None) -> None:
         """End all streams (with an error of their own each) and the thread at the next step boundary."""
@@ -145,6 +145,11 @@ class Worker:
         error = EngineDead(f"the engine has died: {explain(self.error)}")
         error.__cause__ = self.error
         return error
+
+    @property
+    def make_end_error(self) -> Callable[[], Exception]:
+        """Makes errors for those whom the end of the thread has met, one each."""
+        return self.make_dead_error if self._state == "dead" else self._make_stop_error
 
     def _poke(self) -> None:
         core = self.core
@@ -233,7 +238,7 @@ def _nothing(_core: EngineCore, _argument: Any) -> None:
 
 
 def _closed() -> Exception:
-    return EngineClosed("the engine was closed while this request was alive")
+    return EngineClosed("the engine was closed while this request was alive or waited")
 
 
 def _stop_at_exit(reference: weakref.ref[Worker]) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from aiocb.scheduler.request import Request
 from aiocb.step import BlockCopy, OpenedRequest, StepEntry, StepPlan
 
 __all__ = ["Draft"]
 
 
+@dataclass(slots=True, eq=False)
 class Draft:
     """Entries, and the budget that is left for more.
 
-    Args:
+    Attributes:
         max_tokens: token budget of the step.
         max_requests: most entries.
-
-    Attributes:
         entries, requests: aligned; the hot loops of the scheduler append to both directly.
         copies: block copies that come before the forward pass.
         sources: requests whose blocks are copied.
@@ -25,32 +26,20 @@ class Draft:
         guest: the request that others were preempted for: the only one to be admitted in this step.
     """
 
-    __slots__ = (
-        "budget",
-        "copies",
-        "entries",
-        "guest",
-        "has_preempted",
-        "max_requests",
-        "max_tokens",
-        "num_parked",
-        "opened",
-        "requests",
-        "sources",
-    )
+    max_tokens: int
+    max_requests: int
+    entries: list[StepEntry] = field(default_factory=list, init=False)
+    requests: list[Request] = field(default_factory=list, init=False)
+    opened: dict[int, OpenedRequest] = field(default_factory=dict, init=False)
+    copies: list[BlockCopy] = field(default_factory=list, init=False)
+    sources: list[Request] = field(default_factory=list, init=False)
+    budget: int = field(init=False)
+    has_preempted: bool = field(default=False, init=False)
+    num_parked: int = field(default=0, init=False)
+    guest: Request | None = field(default=None, init=False)
 
-    def __init__(self, max_tokens: int, max_requests: int) -> None:
-        self.max_tokens = max_tokens
-        self.max_requests = max_requests
-        self.budget = max_tokens
-        self.entries: list[StepEntry] = []
-        self.requests: list[Request] = []
-        self.opened: dict[int, OpenedRequest] = {}
-        self.copies: list[BlockCopy] = []
-        self.sources: list[Request] = []
-        self.has_preempted = False
-        self.num_parked = 0
-        self.guest: Request | None = None
+    def __post_init__(self) -> None:
+        self.budget = self.max_tokens
 
     @property
     def has_room(self) -> bool:

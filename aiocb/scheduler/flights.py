@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from aiocb.cache.manager import CacheManager
 from aiocb.scheduler.request import Request
@@ -17,17 +18,15 @@ from aiocb.step import StepPlan
 __all__ = ["Flights"]
 
 
+@dataclass(slots=True, eq=False)
 class _Flight:
     """One plan in flight; `tables` and `closed` come back when it lands."""
 
-    __slots__ = ("closed", "others", "plan", "requests", "tables")
-
-    def __init__(self, plan: StepPlan, requests: Sequence[Request], others: Sequence[Request]) -> None:
-        self.plan = plan
-        self.requests = requests
-        self.others = others
-        self.tables: list[tuple[list[int], ...]] = []
-        self.closed: list[int] = []
+    plan: StepPlan
+    requests: Sequence[Request]
+    others: Sequence[Request]
+    tables: list[tuple[list[int], ...]] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
 
     def names(self, request: Request) -> bool:
         return request in self.requests or request in self.others

@@ -69,40 +69,32 @@ class PendingPrefixes:
     def park(self, request: Request, owner: Request, num_tokens: int) -> None:
         """Let a request that is in no queue wait until `owner` has computed so many tokens."""
         request.parked_on = owner
-        owner.followers.append((num_tokens, request))
+        owner.followers[request] = num_tokens
         self.num_parked += 1
 
     def unpark(self, request: Request) -> bool:
         """Take a request out (it has ended or was paused); False when it was not parked. O(1)."""
-        if request.parked_on is None:
+        owner, request.parked_on = request.parked_on, None
+        if owner is None:
             return False
-        request.parked_on = None
+        del owner.followers[request]
         self.num_parked -= 1
         return True
 
     def wake(self, owner: Request, num_tokens: int | None = None) -> list[Request]:
         """Return the requests that wait for `owner` to come to `num_tokens` (None: all of them) and unpark them."""
-        woken, kept = [], []
-        for entry in owner.followers:
-            target, request = entry
-            if request.parked_on is not owner:
-                continue
-            if num_tokens is None or target <= num_tokens:
-                self.unpark(request)
-                woken.append(request)
-            else:
-                kept.append(entry)
-        owner.followers = kept
+        woken = [request for request, target in owner.followers.items() if num_tokens is None or target <= num_tokens]
+        for request in woken:
+            self.unpark(request)
         return woken
 
     def check_invariants(self, running: Iterable[Request]) -> None:
         """Raise `AssertionError` when somebody waits for a request that is not on its way."""
         running = list(running)
-        followers = {request for owner in running for _, request in owner.followers if request.parked_on is owner}
-        assert len(followers) == self.num_parked, "a request waits for nobody"
+        assert sum(len(owner.followers) for owner in running) == self.num_parked, "a request waits for nobody"
         for owner in running:
-            for target, request in owner.followers:
-                assert request.parked_on is not owner or target > owner.num_computed_tokens, "overslept"
+            for request, target in owner.followers.items():
+                assert request.parked_on is owner and target > owner.num_computed_tokens, "overslept"
         assert set(self._owners.values()) <= set(running)
         for owner in self._owners.values():
             assert owner.pending_start >= 0

@@ -7,7 +7,7 @@ Owned by the worker thread. Nothing outside the scheduler changes a status, and 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiocb.cache.sequence import CachedSequence
@@ -15,7 +15,6 @@ from aiocb.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from aiocb.outputs import FinishReason
-    from aiocb.scheduler.queue import Waiting
 
 __all__ = ["TRANSITIONS", "ParallelGroup", "Request", "RequestStatus"]
 
@@ -46,148 +45,88 @@ TRANSITIONS: dict[RequestStatus, dict[str, RequestStatus]] = {
 }
 
 
+@dataclass(slots=True, eq=False)
 class ParallelGroup:
     """The n samples of one prompt. The first one admitted computes the prompt, the others fork from it.
 
     Attributes:
-        requests: all members.
         leader: the member that others fork from; a new one leads when the old one cannot be forked from any more.
         last_fork: the member that forked last: second choice for forking (its window has moved the least).
     """
 
-    __slots__ = ("last_fork", "leader", "requests")
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.leader: Request | None = None
-        self.last_fork: Request | None = None
-
-    def __repr__(self) -> str:
-        done = sum(request.is_finished for request in self.requests)
-        return f"<ParallelGroup {done}/{len(self.requests)} finished>"
+    leader: Request | None = None
+    last_fork: Request | None = None
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Request(CachedSequence):
     """One sequence to generate.
 
-    Args:
+    Attributes:
+        tokens: the prompt, at least one token, and what follows it; the list is its own.
         id: internal, unique for the engine's life.
-        tokens: the prompt, at least one token; copied.
         sampling: resolved parameters.
-        max_tokens: most tokens, prompt and output; default: prompt plus `sampling.max_new_tokens`.
+        max_tokens, min_tokens: most and fewest tokens, prompt and output.
         seed: 64-bit key of the random stream.
         index: which of the n parallel samples.
         priority: lower runs first (scheduler type `priority` only).
-        cache_salt: prefixes are shared only within one salt.
         deadline, queue_deadline: absolute, in the clock of `Scheduler.expire`; the second counts until it first runs.
         submitted_at: time of submission, for metrics.
         payload: the engine's own object; the scheduler never looks at it.
         group: of the n samples that this one belongs to.
-
-    Attributes:
+        eos_ids, end_ids: end-of-sequence ids, and these with the stop ids; they end the request beyond `min_tokens`
+            tokens.
         arrival: position in the order of arrival, given by `Scheduler.add`.
         rank: (priority, arrival): the order of importance, lowest first.
-        num_cached_tokens: tokens that were not computed thanks to the prefix cache (or to a fork) when it first ran.
-        num_prompt_logprobs: prompt positions whose log-probabilities have been delivered.
+        finish_reason: None until it has ended.
         has_run: it was admitted at least once.
         is_open: the runner keeps a record of it.
-        end_ids: end-of-sequence and stop ids together; they end the request beyond `min_tokens` tokens.
-        finish_reason: None until it has ended.
+        num_cached_tokens: tokens that were not computed thanks to the prefix cache (or to a fork) when it first ran.
+        num_prompt_logprobs: prompt positions whose log-probabilities have been delivered.
+        parked_on, followers, pending_start: of `PendingPrefixes`; a follower waits for so many computed tokens.
     """
 
-    __slots__ = (
-        "arrival",
-        "deadline",
-        "end_ids",
-        "eos_ids",
-        "finish_reason",
-        "finished_at",
-        "first_scheduled_at",
-        "first_token_at",
-        "followers",
-        "group",
-        "has_run",
-        "id",
-        "index",
-        "is_open",
-        "max_tokens",
-        "min_tokens",
-        "num_cached_tokens",
-        "num_preemptions",
-        "num_prompt_logprobs",
-        "num_prompt_tokens",
-        "parked_on",
-        "payload",
-        "pending_start",
-        "priority",
-        "queue_deadline",
-        "queue_entry",
-        "rank",
-        "sampling",
-        "seed",
-        "status",
-        "submitted_at",
-        "wants_prompt_logprobs",
-    )
+    id: int
+    sampling: SamplingParams
+    max_tokens: int
+    seed: int = 0
+    index: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    queue_deadline: float | None = None
+    submitted_at: float | None = None
+    payload: Any = None
+    group: ParallelGroup | None = None
 
-    def __init__(
-        self,
-        id: int,  # noqa: A002
-        tokens: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        max_tokens: int | None = None,
-        seed: int = 0,
-        index: int = 0,
-        priority: int = 0,
-        cache_salt: str | bytes | None = None,
-        deadline: float | None = None,
-        queue_deadline: float | None = None,
-        submitted_at: float | None = None,
-        payload: Any = None,
-        group: ParallelGroup | None = None,
-    ) -> None:
-        super().__init__(list(tokens), cache_salt)
-        self.id = id
+    num_prompt_tokens: int = field(init=False)
+    min_tokens: int = field(init=False)
+    eos_ids: frozenset[int] = field(init=False)
+    end_ids: frozenset[int] = field(init=False)
+    arrival: int = field(default=-1, init=False)
+    rank: tuple[int, int] = field(default=(0, -1), init=False)
+    status: RequestStatus = field(default=WAITING, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    has_run: bool = field(default=False, init=False)
+    is_open: bool = field(default=False, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    num_prompt_logprobs: int = field(default=0, init=False)
+    first_scheduled_at: float | None = field(default=None, init=False)
+    first_token_at: float | None = field(default=None, init=False)
+    parked_on: Request | None = field(default=None, init=False)
+    followers: dict[Request, int] = field(default_factory=dict, init=False)
+    pending_start: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
-        if max_tokens is None:
-            if sampling.max_new_tokens is None:
-                raise ValueError("max_tokens is needed where the sampling parameters have no max_new_tokens")
-            max_tokens = self.num_prompt_tokens + sampling.max_new_tokens
-        if not 0 < self.num_prompt_tokens < max_tokens:
-            raise ValueError(f"{self.num_prompt_tokens} prompt tokens of at most {max_tokens}: nothing to generate")
-        self.max_tokens = max_tokens
+        if not 0 < self.num_prompt_tokens < self.max_tokens:
+            raise ValueError(
+                f"{self.num_prompt_tokens} prompt tokens of at most {self.max_tokens}: nothing to generate"
+            )
+        sampling, eos = self.sampling, self.sampling.eos_token_id
         self.min_tokens = self.num_prompt_tokens + (sampling.min_new_tokens or 0)
-        self.sampling = sampling
-        self.eos_ids = frozenset(_as_ids(sampling.eos_token_id))
+        self.eos_ids = frozenset((eos,) if isinstance(eos, int) else eos or ())
         self.end_ids = self.eos_ids.union(sampling.stop_token_ids or ())
-        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None
-        self.num_prompt_logprobs = 0
-        self.seed = seed
-        self.index = index
-        self.priority = priority
-        self.arrival = -1
-        self.rank = (priority, -1)
-        self.deadline = deadline
-        self.queue_deadline = queue_deadline
-        self.status = WAITING
-        self.finish_reason: FinishReason | None = None
-        self.has_run = self.is_open = False
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.submitted_at = submitted_at
-        self.first_scheduled_at: float | None = None
-        self.first_token_at: float | None = None
-        self.finished_at: float | None = None
-        self.payload = payload
-        self.group = group
-        if group is not None:
-            group.requests.append(self)
-        # Bookkeeping of WaitingQueue (its heap entry) and PendingPrefixes.
-        self.queue_entry: Waiting | None = None
-        self.parked_on: Request | None = None
-        self.followers: list[tuple[int, Request]] = []
-        self.pending_start = -1
 
     @property
     def num_tokens(self) -> int:
@@ -200,11 +139,6 @@ class Request(CachedSequence):
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
-    def output_tokens(self) -> list[int]:
-        """The output so far (a copy)."""
-        return self.tokens[self.num_prompt_tokens :]
-
-    @property
     def is_finished(self) -> bool:
         """True once it has ended, for whatever reason."""
         return self.status is FINISHED
@@ -212,7 +146,7 @@ class Request(CachedSequence):
     @property
     def skips_prefix(self) -> bool:
         """True while cached KV is of no use because logits of the prompt are still owed."""
-        return self.wants_prompt_logprobs and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+        return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     def cut(self, num_output_tokens: int) -> None:
         """Forget the last tokens of a request that is about to end, or has ended: what follows a stop string."""
@@ -236,9 +170,3 @@ class Request(CachedSequence):
             f"<Request {name} {self.status.value}{end} "
             f"[{self.num_computed_tokens}/{self.num_tokens} computed | {self.num_output_tokens} output]>"
         )
-
-
-def _as_ids(value: int | Sequence[int] | None) -> Sequence[int]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else value

@@ -31,7 +31,7 @@ from aiocb.scheduler.admission import Admission
 from aiocb.scheduler.draft import Draft
 from aiocb.scheduler.events import Finished, Update
 from aiocb.scheduler.queue import Deadlines
-from aiocb.scheduler.request import ParallelGroup, Request, RequestStatus
+from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.roster import Roster
 from aiocb.step import StepEntry, StepPlan, StepResult
 
@@ -57,9 +57,6 @@ class Scheduler:
             `priority`: as fifo, by (priority, arrival), and a more important request preempts a less important one.
         safety_margin: while less than this share of the blocks is free, nothing is admitted unless nothing runs.
         drafter: makes the drafts of decoding requests; None makes none.
-
-    Attributes:
-        num_generated_tokens, num_prompt_tokens_computed: output so far; prompt tokens that went through the model.
     """
 
     def __init__(
@@ -81,8 +78,6 @@ class Scheduler:
         self.max_requests_per_batch = min(max_requests_per_batch, max_batch_tokens)
         self.max_prefill_chunk = min(max_prefill_chunk or max_batch_tokens, max_batch_tokens)
         self.safety_margin = safety_margin
-        self.num_generated_tokens = 0
-        self.num_prompt_tokens_computed = 0
         self._num_arrivals = 0
         self._roster = Roster(cache)
         self._admission = Admission(self._roster, self.max_requests_per_batch, safety_margin)
@@ -128,11 +123,6 @@ class Scheduler:
         return self._admission.num_hit
 
     @property
-    def kv_cache_usage_perc(self) -> float:
-        """Share of the cache that requests hold, 0 to 1; blocks that are only cached do not count."""
-        return self.cache.usage()
-
-    @property
     def has_work(self) -> bool:
         """True when there is something to compute, or to tell the runner; paused requests alone are no work."""
         roster = self._roster
@@ -156,7 +146,7 @@ class Scheduler:
         Raises:
             InvalidRequest: it could never fit into the cache.
         """
-        if not self.cache.can_ever_fit(request.max_tokens):
+        if request.max_tokens > self.cache.max_request_tokens:
             raise InvalidRequest(
                 f"{request.max_tokens} tokens (prompt and output) can never fit into the cache: shorten the prompt, "
                 "lower max_new_tokens or raise num_blocks"
@@ -168,29 +158,6 @@ class Scheduler:
         self._deadlines.push(request)
         self._roster.queue.push(request)
 
-    def add_group(self, requests: Sequence[Request]) -> ParallelGroup:
-        """Add the n samples of one prompt, all or none; the prompt is computed once.
-
-        Raises:
-            InvalidRequest: one of them could never fit into the cache; none was added.
-        """
-        groups = {id(request.group): request.group for request in requests}
-        group = next(iter(groups.values()), None) or ParallelGroup()
-        if len(groups) > 1:
-            raise ValueError("the samples of one prompt share one group")
-        if any(request.tokens != requests[0].tokens for request in requests):
-            raise ValueError("the samples of one prompt have one prompt")
-        for request in requests:
-            if request.group is None:
-                request.group = group
-                group.requests.append(request)
-        # The longest first: if that one is refused, no other has been added yet.
-        self.add(max(requests, key=lambda request: request.max_tokens))
-        for request in requests:
-            if request.arrival < 0:
-                self.add(request)
-        return group
-
     def finish(
         self,
         request: Request,
@@ -198,7 +165,6 @@ class Scheduler:
         *,
         stop_reason: str | int | None = None,
         error: Exception | None = None,
-        now: float | None = None,
     ) -> Finished | None:
         """End a request in whatever state it is and give its blocks back; its full blocks stay hittable. O(1).
 
@@ -209,7 +175,6 @@ class Scheduler:
             return None
         self._roster.remove(request, "finish")
         request.finish_reason = reason
-        request.finished_at = now
         self._deadlines.discard(request)
         self._flights.give_back(request)
         return Finished(request, reason, stop_reason, error)
@@ -223,7 +188,7 @@ class Scheduler:
                 error = RequestTimeout(message, "run")
             else:
                 error = RequestTimeout("the request's timeout has passed while it was waiting to run", "queue")
-            finished = self.finish(request, "timeout", error=error, now=now)
+            finished = self.finish(request, "timeout", error=error)
             if finished is not None:
                 ended.append(finished)
         return ended
@@ -400,7 +365,7 @@ class Scheduler:
         Args:
             plan: the oldest one in flight.
             result: what the runner made of it.
-            now: the time to note for first tokens and ends.
+            now: the time to note for first tokens.
         """
         if not plan.entries:
             return []
@@ -411,7 +376,6 @@ class Scheduler:
         append = updates.append
         cache, prefilling = self.cache, self._roster.prefilling
         page_size = cache.page_size
-        num_generated = 0
         running, new, update_type = _RUNNING, _new, Update
         errors, prompt_logprobs = result.errors, result.prompt_logprobs
         all_logprobs = repeat(None) if result.logprobs is None else result.logprobs
@@ -422,7 +386,7 @@ class Scheduler:
             request_id, start, count, _, is_sampled, _, _, _, drafts = entry
             if errors and request_id in errors:
                 # Not published: the KV of this step may be what is wrong.
-                append(Update(request, (), None, None, self._fail(request, errors[request_id], now)))
+                append(Update(request, (), None, None, self._fail(request, errors[request_id])))
                 continue
             computed = start + count
             if drafts:
@@ -433,7 +397,7 @@ class Scheduler:
             if computed % page_size < count:
                 cache.publish(request)
             if prefilling and request_id in prefilling:
-                self._advance(request, entry, now)
+                self._advance(request, is_sampled, now)
             elif request.first_token_at is None and is_sampled:
                 request.first_token_at = now
             prompt = None
@@ -447,11 +411,11 @@ class Scheduler:
                 continue
             if not token_ids:
                 error = RequestFailed("the runner returned no token for a request that it should have sampled")
-                append(Update(request, (), None, prompt, self._fail(request, error, now)))
+                append(Update(request, (), None, prompt, self._fail(request, error)))
                 continue
             finished = None
             if drafts:
-                finished, kept = self._find_end(request, len(token_ids), now)
+                finished, kept = self._find_end(request, len(token_ids))
                 token_ids, logprobs = token_ids[:kept], logprobs and logprobs[:kept]
             else:
                 token = token_ids[0]
@@ -459,15 +423,13 @@ class Scheduler:
                 tokens.append(token)
                 num_tokens = len(tokens)
                 if token in request.end_ids and num_tokens > request.min_tokens:
-                    finished = self._stop(request, token, now)
+                    finished = self._stop(request, token)
                 elif num_tokens >= request.max_tokens:
-                    finished = self.finish(request, "length", now=now)
-            num_generated += len(token_ids)
+                    finished = self.finish(request, "length")
             append(new(update_type, (request, token_ids, logprobs, prompt, finished)))
-        self.num_generated_tokens += num_generated
         return updates
 
-    def _find_end(self, request: Request, count: int, now: float | None) -> tuple[Finished | None, int]:
+    def _find_end(self, request: Request, count: int) -> tuple[Finished | None, int]:
         """Let the first of the last `count` tokens that ends a request end it; how many of them remain."""
         num_before = len(request.tokens) - count
         for kept in range(1, count + 1):
@@ -475,21 +437,19 @@ class Scheduler:
             is_end = token in request.end_ids and num_tokens > request.min_tokens
             if is_end or num_tokens >= request.max_tokens:
                 del request.tokens[num_tokens:]
-                finished = self._stop(request, token, now) if is_end else self.finish(request, "length", now=now)
+                finished = self._stop(request, token) if is_end else self.finish(request, "length")
                 return finished, kept
         return None, count
 
-    def _stop(self, request: Request, token: int, now: float | None) -> Finished | None:
-        return self.finish(request, "stop", stop_reason=None if token in request.eos_ids else token, now=now)
+    def _stop(self, request: Request, token: int) -> Finished | None:
+        return self.finish(request, "stop", stop_reason=None if token in request.eos_ids else token)
 
-    def _fail(self, request: Request, error: Exception, now: float | None) -> Finished | None:
-        return self.finish(request, "error", error=error, now=now)
+    def _fail(self, request: Request, error: Exception) -> Finished | None:
+        return self.finish(request, "error", error=error)
 
-    def _advance(self, request: Request, entry: StepEntry, now: float | None) -> None:
+    def _advance(self, request: Request, is_sampled: bool, now: float | None) -> None:
         """Take note of a prompt's chunk: deliver followers, and move on to decoding after the last one."""
-        num_prompt = min(request.num_computed_tokens, request.num_prompt_tokens) - entry.num_computed_tokens
-        self.num_prompt_tokens_computed += max(num_prompt, 0)
-        if entry.is_sampled:
+        if is_sampled:
             if request.first_token_at is None:
                 request.first_token_at = now
             self._roster.settle(request)

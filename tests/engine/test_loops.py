@@ -13,11 +13,12 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import aiocb
-from aiocb.engine.bridge import LoopBridge
+from aiocb.engine.bridge import Mailbox
 from aiocb.sampling_params import ModelDefaults
 from aiocb.testing import FakeRunner, assert_quiescent, fake_engine
 from aiocb.testing.quiescent import worker_threads
@@ -447,18 +448,21 @@ async def test_waiting_readers_use_no_cpu() -> None:
             stream.close()
 
 
-def test_a_loop_that_was_interrupted_goes_on(loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the middle of a delivery, as in a notebook: the next stream of that loop is served."""
+@pytest.mark.parametrize("place", [0, 1], ids=["prepared request", "delivery"])
+def test_a_loop_that_was_interrupted_goes_on(
+    place: int, loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C as something arrives, as in a notebook: the next stream of that loop is served."""
     engine = made()
-    arrived = LoopBridge._arrived
-    interrupts = [KeyboardInterrupt()]
+    arrived = Mailbox._arrived
+    interrupts = [None] * place + [KeyboardInterrupt()]
 
-    def interrupted(self: LoopBridge) -> None:
-        if interrupts:
-            raise interrupts.pop()
+    def interrupted(self: Mailbox[Any]) -> None:
+        if interrupts and (interrupt := interrupts.pop(0)):
+            raise interrupt
         arrived(self)
 
-    monkeypatch.setattr(LoopBridge, "_arrived", interrupted)
+    monkeypatch.setattr(Mailbox, "_arrived", interrupted)
     loop = asyncio.new_event_loop() if loop_factory is None else loop_factory()
     try:
         loop.run_until_complete(engine.__aenter__())

@@ -304,7 +304,7 @@ async def test_the_cost_of_a_token_does_not_grow(
 
     count(Lane, "push", lambda token_ids, text, *_: len(token_ids) + len(text))
     count(PieceDetokenizer, "push", len)
-    count(LoopBridge, "_arrived", lambda: 0)
+    count(LoopBridge, "_arrived", len)
     count(LoopBridge, "post", len)
     count(aiocb.Stream, "_take", lambda slot: 1)
     runner = FakeRunner(num_blocks=600, max_model_len=9000)
@@ -326,7 +326,7 @@ async def test_the_cost_of_a_token_does_not_grow(
             assert type(chunk.token_ids) is tuple
     counts -= before
     assert (num_tokens, num_characters) == (8000, 8000)
-    assert counts["LoopBridge._arrived"] <= 8000
+    assert counts["LoopBridge._arrived"] == counts["LoopBridge._arrived: carried"] == 8000
     assert counts["LoopBridge.post"] == counts["LoopBridge.post: carried"] == 8000
     # One push per token on each side, which carry a token and a character each, once.
     assert counts["PieceDetokenizer.push"] == counts["PieceDetokenizer.push: carried"] == 8000
@@ -414,6 +414,25 @@ async def test_describe_and_repr(tokenizer: Any) -> None:
         engine.reset_prefix_cache()
         await settle(engine)
     assert "closed" in repr(engine)
+
+
+@pytest.mark.parametrize(("max_model_len", "num_blocks", "expected"), [(20, 100, 20), (1000, 3, 33)])
+async def test_how_long_a_request_can_be(max_model_len: int, num_blocks: int, expected: int) -> None:
+    """The model's positions or the cache, whichever is smaller; it fits, and one more does not."""
+    runner = FakeRunner(vocab_size=50, max_model_len=max_model_len, num_blocks=num_blocks, page_size=16)
+    engine = fake_engine(runner=runner)
+    with pytest.raises(aiocb.EngineClosed):
+        _ = engine.max_request_tokens
+    async with engine:
+        longest = engine.max_request_tokens
+        assert longest == expected
+        assert {choice.name: choice.value for choice in engine.describe()}["max_request_tokens"] == str(longest)
+        completion = await engine.generate([1] * 3, max_new_tokens=longest - 3, ignore_eos=True)
+        assert completion.usage.num_tokens == longest
+        with pytest.raises(aiocb.InvalidRequest):
+            await engine.generate([1] * 3, max_new_tokens=longest - 2)
+    with pytest.raises(aiocb.EngineClosed):
+        _ = engine.max_request_tokens
 
 
 def test_the_core_can_be_asked_between_two_steps() -> None:

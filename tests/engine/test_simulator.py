@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from typing import Any
 
@@ -116,9 +117,9 @@ class TestMistakesAreNoticed:
     def test_an_end_that_is_delivered_twice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         original = Delivery.end
 
-        def end(self: Delivery, request: Any, finished: Any, now: float, *rest: Any, **options: Any) -> None:
-            original(self, request, finished, now, *rest, **options)
-            if finished is not None and request.id % 16 == 5:
+        def end(self: Delivery, finished: Any, now: float, *rest: Any, **options: Any) -> None:
+            original(self, finished, now, *rest, **options)
+            if finished is not None and (request := finished.request).id % 16 == 5:
                 self.post(request.payload.slot, request.payload.take(request.payload.lane.end))
                 self.post(request.payload.slot, request.payload.take(None))
 
@@ -126,11 +127,11 @@ class TestMistakesAreNoticed:
         self.fails("a delivery after the end")
 
     def test_a_token_that_is_swallowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        update = Scheduler.update
+        update, count = Scheduler.update, itertools.count(1)
 
         def forget(self: Scheduler, *arguments: Any, **options: Any) -> list[Any]:
             updates = update(self, *arguments, **options)
-            return updates if self.num_generated_tokens % 50 else [each for each in updates if each.finished]
+            return updates if next(count) % 50 else [each for each in updates if each.finished]
 
         monkeypatch.setattr(Scheduler, "update", forget)
         self.fails("")

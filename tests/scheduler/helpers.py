@@ -72,17 +72,17 @@ class Harness:
     ) -> Request:
         """A request that has not been added yet."""
         request = Request(
-            len(self.requests) + 1,
-            prompt,
-            SamplingParams(**{"temperature": 0.0, "eos_token_id": (), "min_new_tokens": 0, **sampling}),
+            list(prompt),
+            salt,
+            id=len(self.requests) + 1,
+            sampling=SamplingParams(**{"temperature": 0.0, "eos_token_id": (), "min_new_tokens": 0, **sampling}),
             max_tokens=len(prompt) + num_output,
             seed=seed,
             priority=priority,
-            cache_salt=salt,
             deadline=deadline,
             queue_deadline=queue_deadline,
             group=group,
-            index=0 if group is None else len(group.requests),
+            index=sum(request.group is group for request in self.requests) if group is not None else 0,
         )
         self.requests.append(request)
         self.outputs[request.id] = []
@@ -97,7 +97,8 @@ class Harness:
         group = ParallelGroup()
         options.setdefault("temperature", 1.0)
         requests = [self.request(prompt, num_output, group=group, seed=1000 + i, **options) for i in range(n)]
-        self.scheduler.add_group(requests)
+        for request in requests:
+            self.scheduler.add(request)
         return requests
 
     def ended(self, finished: Finished | None) -> None:
@@ -106,7 +107,7 @@ class Harness:
             self.ends[finished.request.id] = finished
 
     def finish(self, request: Request, reason: Any = "cancelled") -> None:
-        self.ended(self.scheduler.finish(request, reason, now=self.now))
+        self.ended(self.scheduler.finish(request, reason))
 
     def expire(self, now: float) -> list[Finished]:
         self.now = now
@@ -178,7 +179,7 @@ class Harness:
         self.run()
         assert self.scheduler.num_requests == 0 and not self.scheduler.has_work
         assert self.oracle.num_open == 0
-        assert self.scheduler.kv_cache_usage_perc == 0.0
+        assert self.cache.usage() == 0.0
         self.scheduler.check_invariants()
         for request in self.requests:
             if request.arrival < 0:
@@ -187,7 +188,7 @@ class Harness:
             end = self.ends[request.id]
             assert request.finish_reason == end.reason
             output, expected = self.outputs[request.id], self.expected(request)
-            assert output == request.output_tokens == expected[: len(output)]
+            assert output == request.tokens[request.num_prompt_tokens :] == expected[: len(output)]
             if end.reason in ("stop", "length"):
                 assert output == expected
 

@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
     ) -> None:
         prompt = [*prefix[:length], *suffix]
-        if len(self.alive) > 12 or not self.h.cache.can_ever_fit(len(prompt) + num_output):
+        if len(self.alive) > 12 or len(prompt) + num_output > self.h.cache.max_request_tokens:
             return
         deadline, queue_deadline = (None if t is None else self.h.now + t for t in timeouts)
         options = {
@@ -223,7 +223,7 @@ def test_a_long_random_history(seed: int) -> None:
         for _ in range(rng.randrange(3)):
             prompt = [*rng.choice(PREFIXES)[: rng.randint(1, 40)], *rng.choices(range(VOCAB), k=rng.randint(0, 3))]
             num_output = rng.randint(1, 12)
-            if len(alive) < 30 and h.cache.can_ever_fit(len(prompt) + num_output):
+            if len(alive) < 30 and len(prompt) + num_output <= h.cache.max_request_tokens:
                 options = {"priority": rng.randrange(3), "eos_token_id": rng.choice([(), (3,)])}
                 if rng.random() < 0.2:
                     alive += h.add_group(rng.randint(2, 4), prompt, num_output, **options)

@@ -11,7 +11,7 @@ from aiocb.testing.records import simple_layout
 
 
 def make(number: int, tokens: list[int], cache: CacheManager) -> Request:
-    request = Request(number, tokens, SamplingParams(), max_tokens=len(tokens) + 4)
+    request = Request(list(tokens), id=number, sampling=SamplingParams(), max_tokens=len(tokens) + 4)
     cache.match(request)
     cache.extend_block_hashes(request, len(tokens) // 4)
     return request
@@ -56,7 +56,7 @@ def test_waking_takes_those_who_waited_long_enough() -> None:
     assert pending.num_parked == 1
     pending.check_invariants([owner])
     assert pending.wake(owner) == [waiting[2]]
-    assert pending.num_parked == 0 and owner.followers == []
+    assert pending.num_parked == 0 and not owner.followers
 
 
 def test_withdrawing_takes_entry_budget_and_copies_back() -> None:

@@ -13,9 +13,9 @@ def make(
     number: int, priority: int = 0, *, deadline: float | None = None, queue_deadline: float | None = None
 ) -> Request:
     request = Request(
-        number,
         [1],
-        SamplingParams(),
+        id=number,
+        sampling=SamplingParams(),
         max_tokens=2,
         priority=priority,
         deadline=deadline,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from aiocb.cache.manager import CacheManager
 from aiocb.config import EngineConfig
 from aiocb.engine.core import Command, EngineCore
-from aiocb.engine.limits import most_tokens
 from aiocb.engine.prepare import Limits, StreamSpec, prepare_tokens
 from aiocb.engine.room import Room
 from aiocb.engine.source import Built, RunnerSource
@@ -103,7 +102,7 @@ class Life:
             safety_margin=chance.choice((0.0, 0.15)),
             drafter=self._guess if chance.random() < 0.3 else None,
         )
-        self.limits = Limits(self.built.defaults, most_tokens(cache, MAX_MODEL_LEN))
+        self.limits = Limits(self.built.defaults, cache.max_request_tokens)
         self.room = Room(chance.choice((0, 2, 6)))
         self.core = EngineCore(
             self.oracle,
