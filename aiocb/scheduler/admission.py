@@ -11,7 +11,7 @@ from __future__ import annotations
 from operator import gt
 
 from aiocb.scheduler.draft import Draft
-from aiocb.scheduler.request import Request
+from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.roster import Roster
 
 __all__ = ["Admission"]
@@ -31,6 +31,7 @@ class Admission:
 
     Attributes:
         num_queried, num_hit: prompt tokens that were looked up in the prefix cache, and found.
+        short: a running request that waits for blocks which come back when a plan in flight lands.
     """
 
     def __init__(self, roster: Roster, max_requests: int, safety_margin: float) -> None:
@@ -40,6 +41,7 @@ class Admission:
         self.safety_margin = safety_margin
         self.num_queried = 0
         self.num_hit = 0
+        self.short: Request | None = None
         self._blocked: tuple[Request, tuple[int, ...]] | None = None
 
     def has_candidate(self, draft: Draft, before: tuple[int, int] | None = None) -> bool:
@@ -52,6 +54,10 @@ class Admission:
         # After a preemption the free blocks are for those who are short of them; a newcomer would take them at once.
         if draft.has_preempted or not draft.has_room or self.roster.num_running >= self.max_requests:
             return False
+        if self.short is not None:
+            if self.short.status is RequestStatus.RUNNING and self.short.num_scheduled_tokens >= self.short.capacity:
+                return False
+            self.short = None
         request = self.roster.queue.peek()
         if request is None or (draft.guest is not None and draft.guest is not request):
             return False

@@ -348,6 +348,7 @@ class Scheduler:
             if self._flights and all(
                 pool.num_free + self._flights.num_held(group) > 0 for group, pool in enumerate(self.cache.pools)
             ):
+                self._admission.short = request
                 break
             victim = self._roster.find_victim(request)
             if victim is None:

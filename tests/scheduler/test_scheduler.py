@@ -887,3 +887,16 @@ def test_reprs_are_live() -> None:
     assert "fifo [1 running, 0 waiting, 0 paused | blocks 2/63" in repr(h.scheduler)
     for part in (h.scheduler._roster, h.scheduler._admission, h.scheduler._roster.pending):
         assert repr(part).startswith("<")
+
+
+@pytest.mark.parametrize("prompts", [(2, 8), (5, 2), (8, 5)])
+@pytest.mark.parametrize("policy", ["fifo", "prefill_first", "priority"])
+def test_blocks_that_come_back_late_go_to_whom_they_were_taken_for(
+    policy: SchedulerType, prompts: tuple[int, int]
+) -> None:
+    """Two steps deep, what a preempted request gives back lands a step later: it must not take it again itself."""
+    h = Harness(num_blocks=6, policy=policy, depth=2, max_batch_tokens=3)
+    for index, length in enumerate(prompts):
+        h.add([index] * length, 12)
+    h.run(200)
+    h.assert_quiescent()
