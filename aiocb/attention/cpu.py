@@ -21,10 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import Attention, Capabilities, LayerSpec, StepBatch
+from aiocb.attention.base import Attention, Capabilities, KVFormat, LayerSpec, StepBatch
 from aiocb.kernels import KernelUnavailable, load
+from aiocb.kernels.formats import FORMATS
 from aiocb.kernels.generic import GenericKernels
-from aiocb.kernels.interface import FORMATS, PAGE_SIZE, PagedCall
+from aiocb.kernels.interface import PAGE_SIZE, PagedCall
 
 if TYPE_CHECKING:
     from aiocb.kernels import Library
@@ -103,7 +104,7 @@ class CpuBackend:
         call = PagedCall(
             num_tokens=int(batch.starts[-1]),
             num_sequences=batch.num_rows,
-            format=FORMATS[str(batch.dtype).removeprefix("torch.")],
+            format=FORMATS[KVFormat.of(batch.dtype).name].code,
             window=tables.window or 0,
             slots=tables.slots.data_ptr(),
             starts=_address(starts),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from aiocb.attention.base import KVFormat
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.interface import ACTIVATIONS, FORMATS, PAGE_SIZE, ModelConfig
+from aiocb.kernels.formats import FORMATS, PANEL, WeightFormat
+from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig
 from aiocb.model.native.families import Experts, ModelDescription, Projection
 from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
 from aiocb.step import CacheLayout
@@ -59,12 +61,11 @@ def pack_again(native: NativeModel, description: ModelDescription, layout: Cache
 
 
 def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
-    weight_format = _format(d)
     experts = next((layer.experts for layer in d.layers if layer.experts is not None), None)
     is_gated = all(layer.gate is not None or layer.up is None for layer in d.layers)
     return ModelConfig(
         num_layers=len(d.layers), hidden_size=d.hidden_size, num_heads=d.num_heads, num_kv_heads=d.num_kv_heads,
-        head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=weight_format,
+        head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=_format(d).code,
         num_experts=len(experts.router) if experts else 0, num_chosen=experts.num_chosen if experts else 0,
         expert_size=experts.down.shape[2] if experts else 0, is_renormalised=bool(experts and experts.is_renormalised),
         activation=ACTIVATIONS[d.activation], is_gated=is_gated, is_layer_norm=d.is_layer_norm,
@@ -75,14 +76,13 @@ def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
     )  # fmt: skip
 
 
-def _format(d: ModelDescription) -> int:
-    return FORMATS[str(d.embedding.dtype).removeprefix("torch.")]
+def _format(d: ModelDescription) -> WeightFormat:
+    return FORMATS[KVFormat.of(d.embedding.dtype).name]
 
 
 def _pack_all(
     native: NativeModel, d: ModelDescription, layout: CacheLayout, copy_embedding: bool, quantization: str | None = None
 ) -> None:
-    weight_format = _format(d)
     for group, cache in enumerate(layout.groups):
         for position, index in enumerate(cache.layers):
             layer = d.layers[index]
@@ -99,10 +99,10 @@ def _pack_all(
     # A copy also lets go of the file mapping that all weights of a safetensors file share.
     embedding = d.embedding.detach().clone() if copy_embedding else d.embedding.detach().contiguous()
     native.set_embedding(embedding.data_ptr(), embedding)
-    packed_format = weight_format if quantization is None else FORMATS[quantization]
-    _pack_model(native, d, weight_format, packed_format, {})
+    weight_format = _format(d) if quantization is None else FORMATS[quantization]
+    _pack_model(native, d, weight_format, {})
     if quantization is not None:
-        _pack_model(native, d, weight_format, packed_format, _tunings(native, d, layout))
+        _pack_model(native, d, weight_format, _tunings(native, d, layout))
 
 
 _Tunings = dict[tuple[int, str], InputTuning]
@@ -130,10 +130,8 @@ def _tunings(native: NativeModel, d: ModelDescription, layout: CacheLayout) -> _
     return tunings
 
 
-def _pack_model(
-    native: NativeModel, d: ModelDescription, source_format: int, weight_format: int, tunings: _Tunings
-) -> None:
-    packer = _Packer(native, source_format, weight_format, tunings)
+def _pack_model(native: NativeModel, d: ModelDescription, weight_format: WeightFormat, tunings: _Tunings) -> None:
+    packer = _Packer(native, _format(d), weight_format, tunings)
     for index, layer in enumerate(d.layers):
         packer.vectors(index, layer.vectors)
         packer.pack(index, "qkv", *layer.qkv)
@@ -153,7 +151,9 @@ def _pack_model(
 class _Packer:
     """Hands vectors and weights over, changed as int8 wants them."""
 
-    def __init__(self, native: NativeModel, source_format: int, weight_format: int, tunings: _Tunings) -> None:
+    def __init__(
+        self, native: NativeModel, source_format: WeightFormat, weight_format: WeightFormat, tunings: _Tunings
+    ) -> None:
         self.native = native
         self.source_format = source_format
         self.weight_format = weight_format
@@ -212,14 +212,15 @@ class _Packer:
         """A panel is 32 gate and 32 up columns: the product of a pair is formed where both were computed."""
         import numpy as np
 
-        panels = -(-up_projection.weight.shape[0] // 32)
+        half = PANEL // 2
+        panels = -(-up_projection.weight.shape[0] // half)
         gate, up = _Rows(gate_projection), _Rows(up_projection)
-        rows = np.zeros((panels, 2, 32), np.uint64)
-        biases = np.zeros((panels, 2, 32), np.float32)
+        rows = np.zeros((panels, 2, half), np.uint64)
+        biases = np.zeros((panels, 2, half), np.float32)
         for side, source in enumerate((gate, up)):
-            rows[:, side] = _padded(source.addresses, panels * 32).reshape(panels, 32)
+            rows[:, side] = _padded(source.addresses, panels * half).reshape(panels, half)
             if source.bias is not None:
-                biases[:, side] = _padded(source.bias, panels * 32).reshape(panels, 32)
+                biases[:, side] = _padded(source.bias, panels * half).reshape(panels, half)
         has_bias = gate.bias is not None or up.bias is not None
         self._set(layer, name, rows.reshape(-1), gate.depth, biases.reshape(-1) if has_bias else None, expert)
 
