@@ -183,8 +183,8 @@ def _describe(model: Any) -> ModelDescription:
 
     config = model.config
     family = FAMILIES.get(config.model_type)
-    require(family is not None, f"architecture {config.model_type!r} has no native description")
-    assert family is not None
+    if family is None:
+        raise Unsupported(f"architecture {config.model_type!r} has no native description")
     require(
         type(model).__name__ == family.class_name and type(model).__module__.startswith("transformers.models."),
         f"{type(model).__name__} is not transformers' {family.class_name}",
