@@ -176,9 +176,7 @@ def _describe(model: Any) -> ModelDescription:
     require(all(type(p.data) is torch.Tensor for p in model.parameters()), "weights are no plain tensors")
 
     backbone = getattr(model, family.backbone)
-    heads = config.num_attention_heads
-    kv_heads = (getattr(config, "num_key_value_heads", None) if not family.is_interleaved else None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, kv_heads, head_dim = _heads(config, family)
     require(head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM, f"head dim {head_dim} is not a multiple of 16 up to 256")
     require(config.hidden_size % 2 == 0, "the hidden size is odd")
     require(getattr(config, "clip_qkv", None) is None, "queries, keys and values are clipped")
@@ -194,10 +192,13 @@ def _describe(model: Any) -> ModelDescription:
         "the embedding has fewer rows than the output, or another width than the model",
     )
     require(embedding.max_norm is None, "the embedding renormalises its rows")
-    scale = getattr(embedding, "embed_scale", None)
+    scale: Any = getattr(embedding, "embed_scale", None)
+    if scale is None:
+        scale = getattr(config, "embedding_multiplier", 1.0)
+    else:  # in bf16 transformers multiplies by the rounded one: it is part of the model as it was trained and tested
+        scale = scale.to(embedding.weight.dtype)
     layers = [
-        _layer(config, family, layer, index, heads, kv_heads, head_dim, rope_of_type, qk_norm)
-        for index, layer in enumerate(backbone.layers)
+        _layer(config, family, layer, index, rope_of_type, qk_norm) for index, layer in enumerate(backbone.layers)
     ]
     norms = [module for module in backbone.modules() if "norm" in type(module).__name__.lower()]
     require(len({_epsilon(norm) for norm in norms}) == 1, "norms with different epsilons")
@@ -219,10 +220,7 @@ def _describe(model: Any) -> ModelDescription:
         qk_norm=qk_norm,
         rotary_dim=2 * len(ropes[0][0]) if ropes else 0,
         norm_eps=_epsilon(final),
-        # In bf16 transformers multiplies by the rounded scale: it is part of the model as it was trained and tested.
-        embedding_scale=float(scale.to(embedding.weight.dtype))
-        if scale is not None
-        else float(getattr(config, "embedding_multiplier", 1.0)),
+        embedding_scale=float(scale),
         residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
         logit_scale=1.0 / float(getattr(config, "logits_scaling", 1.0)),
         attention_softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
@@ -236,16 +234,15 @@ def _describe(model: Any) -> ModelDescription:
     )
 
 
+def _heads(config: Any, family: Family) -> tuple[int, int, int]:
+    """H, K and D."""
+    heads = config.num_attention_heads
+    kv_heads = (getattr(config, "num_key_value_heads", None) if not family.is_interleaved else None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 def _layer(
-    config: Any,
-    family: Family,
-    layer: Any,
-    index: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rope_of_type: dict[str, int],
-    qk_norm: int,
+    config: Any, family: Family, layer: Any, index: int, rope_of_type: dict[str, int], qk_norm: int
 ) -> LayerDescription:
     attention = getattr(layer, family.attention)
     mlp = getattr(layer, family.mlp_name)
@@ -269,7 +266,7 @@ def _layer(
     require(not types or layer_type == "full_attention" or window is not None, "a sliding layer without a window")
     rotates = bool(getattr(attention, "use_rope", True)) and bool(rope_of_type)
     return LayerDescription(
-        qkv=_qkv(family, attention, heads, kv_heads, head_dim),
+        qkv=_qkv(family, attention, *_heads(config, family)),
         out=_projection(getattr(attention, family.out)),
         gate=gate,
         up=up,
@@ -278,7 +275,7 @@ def _layer(
         vectors=vectors,
         window=window,
         rope=rope_of_type.get(layer_type, rope_of_type.get("", -1)) if rotates else -1,
-        scale=float(getattr(attention, "scaling", head_dim**-0.5)),
+        scale=float(attention.scaling),
     )
 
 
