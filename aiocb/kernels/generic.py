@@ -40,7 +40,6 @@ class GenericKernels(NativeHandle):
         instruction_set: str | None = None,
     ) -> None:
         team = _find_team() if shares_threads else None
-        self.num_threads = num_threads
         self.threads = "torch's" if team is not None else "own"
         super().__init__(
             library,
