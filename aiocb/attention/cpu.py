@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import Attention, Capabilities, LayerSpec, StepBatch
+from aiocb.attention.base import Attention, Capabilities, KVFormat, LayerSpec, StepBatch
 from aiocb.kernels import KernelUnavailable, load
+from aiocb.kernels.formats import FORMATS
 from aiocb.kernels.generic import GenericKernels
-from aiocb.kernels.interface import FORMATS, PAGE_SIZE, PagedCall
+from aiocb.kernels.interface import PAGE_SIZE, PagedCall
 
 if TYPE_CHECKING:
     from aiocb.kernels import Library
@@ -95,24 +95,24 @@ class CpuBackend:
     def prepare(self, batch: StepBatch, group: int) -> CpuMetadata:
         """Make the arrays of the native call; valid for this step only."""
         tables = batch.groups[group]
-        starts, lengths = batch.computed.astype(np.int32), np.diff(batch.starts).astype(np.int32)
-        num_pages = np.diff(tables.page_starts).astype(np.int32)
-        # Where the block of position 0 would be, if it is not visible.
-        offsets = (tables.page_starts[:-1] - tables.key_starts // PAGE_SIZE).astype(np.int32)
-        pages = np.ascontiguousarray(tables.pages, dtype=np.int32)
+        columns = {
+            "starts": batch.computed,
+            "lengths": np.diff(batch.starts),
+            "pages": tables.pages,
+            # Where the block of position 0 would be, if it is not visible.
+            "offsets": tables.page_starts[:-1] - tables.key_starts // PAGE_SIZE,
+            "num_pages": np.diff(tables.page_starts),
+        }
+        arrays = {name: np.ascontiguousarray(values, dtype=np.int32) for name, values in columns.items()}
         call = PagedCall(
             num_tokens=int(batch.starts[-1]),
             num_sequences=batch.num_rows,
-            format=FORMATS[str(batch.dtype).removeprefix("torch.")],
+            format=FORMATS[KVFormat.of(batch.dtype).name].code,
             window=tables.window or 0,
             slots=tables.slots.data_ptr(),
-            starts=_address(starts),
-            lengths=_address(lengths),
-            pages=_address(pages),
-            offsets=_address(offsets),
-            num_pages=_address(num_pages),
+            **{name: values.ctypes.data for name, values in arrays.items()},
         )
-        return CpuMetadata(call, (tables.slots, starts, lengths, pages, offsets, num_pages))
+        return CpuMetadata(call, (tables.slots, arrays))
 
     def write(self, storage: Tensor, metadata: CpuMetadata, key: Tensor, value: Tensor) -> None:
         """Store new keys and values. key and value [T, K, D]."""
@@ -143,10 +143,6 @@ class CpuBackend:
     def attend_gathered(self, attention: Attention, metadata: CpuMetadata) -> Tensor:
         """Refuse: layers that need gathered keys are refused at start."""
         raise NotImplementedError("attention 'cpu' reads keys in place")
-
-
-def _address(values: npt.NDArray[np.int32]) -> int:
-    return values.ctypes.data
 
 
 def _set_pages(call: PagedCall, storage: Tensor) -> None:

@@ -20,8 +20,9 @@ from torch import Tensor
 from aiocb.bench.figures import Row, alternate
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, Library, NativeModel, load
+from aiocb.kernels.formats import FORMATS, INT8
 from aiocb.kernels.generic import GenericKernels
-from aiocb.kernels.interface import FORMATS, INT8_GROUP, PAGE_SIZE, ModelConfig, StepArguments
+from aiocb.kernels.interface import PAGE_SIZE, ModelConfig, StepArguments
 from aiocb.kernels.threads import default_num_threads
 
 __all__ = ["run"]
@@ -56,7 +57,7 @@ def run(*, num_threads: int | None = None, repeats: int = 7, quick: bool = False
         rows, contexts = ((8,), (512,)) if quick else ((1, 8, 64, 512), (512, 200))
         return [
             *(bench.linear(m, dtype, dtype) for dtype in _DTYPES for m in rows),
-            *(bench.linear(m, "bfloat16", "int8") for m in rows),
+            *(bench.linear(m, "bfloat16", INT8.name) for m in rows),
             *(bench.decode(32, context, dtype) for dtype in _DTYPES for context in contexts),
         ]
     finally:
@@ -73,14 +74,14 @@ class _Bench:
         bare = GenericKernels(library, num_threads=num_threads)
         self._bus = bare.bandwidth()
         # All of them now: once torch has run, its threads spin for a while and take half of what is measured.
-        self._rates = {name: bare.arithmetic(name) for name in (*_DTYPES, "int8")}
+        self._rates = {name: bare.arithmetic(weight_format) for name, weight_format in FORMATS.items()}
         bare.close()
 
     def linear(self, m: int, dtype: str, weights_as: str, n: int = 3072, k: int = 576) -> Row:
         """Weights of another format than the activations (int8) are compared with torch in the activations' format."""
         size = _DTYPES[dtype].itemsize
-        weight_size = 1 + 2 / INT8_GROUP if weights_as == "int8" else size  # with the scales
-        layers = max(2, int(_COLD_BYTES / (n * k * weight_size)))
+        weight_bytes = FORMATS[weights_as].packed_bytes(n, k)
+        layers = max(2, _COLD_BYTES // weight_bytes)
         model = self._model(dtype, layers)
         weights = [(torch.randn(n, k) * 0.05).to(_DTYPES[dtype]) for _ in range(layers)]
         for layer, weight in enumerate(weights):
@@ -98,7 +99,7 @@ class _Bench:
             torch.nn.functional.linear(a, weights[layer])
 
         seconds = self._seconds(model, native, other, layers)
-        return self._row("linear", weights_as, f"M={m} N={n} K={k}", seconds, n * k * weight_size, 2.0 * m * n * k)
+        return self._row("linear", weights_as, f"M={m} N={n} K={k}", seconds, weight_bytes, 2.0 * m * n * k)
 
     def decode(self, requests: int, context: int, dtype: str) -> Row:
         """One new token each: rotation, cache write and attention of one layer, against SDPA on gathered keys."""
@@ -143,7 +144,7 @@ class _Bench:
     def _model(self, dtype: str, layers: int) -> NativeModel:
         config = ModelConfig(
             num_layers=layers, hidden_size=576, num_heads=_HEADS, num_kv_heads=_KV_HEADS, head_dim=_DIM,
-            intermediate_size=1536, vocab_size=64, format=FORMATS[dtype], num_groups=1,
+            intermediate_size=1536, vocab_size=64, format=FORMATS[dtype].code, num_groups=1,
             norm_eps=1e-5, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
         )  # fmt: skip
         return NativeModel(self._library, config, num_threads=self._num_threads)

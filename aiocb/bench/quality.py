@@ -20,6 +20,7 @@ from aiocb.bench.load import corpus
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels import Library, load
+from aiocb.kernels.formats import FORMATS
 from aiocb.model.defaults import model_defaults
 from aiocb.model.load.hub import load as load_model
 from aiocb.model.native.build import build
@@ -225,7 +226,8 @@ def _greedy() -> SamplingParams:
     return SamplingParams(temperature=0.0).resolve(ModelDefaults(vocab_size=1 << 30, max_model_len=1 << 30))
 
 
-def _weight_bytes(model: Any, quantization: str | None) -> float:
+def _weight_bytes(model: Any, quantization: str | None) -> int:
     """Bytes that a step reads: every matrix once, the embedding not at all (it is looked up)."""
-    count = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-    return count * (2.0 if quantization is None else 1.0 + 2.0 / 32)  # a bf16 scale per 32
+    weight_format = FORMATS[quantization or "bfloat16"]
+    linears = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    return sum(weight_format.packed_bytes(linear.out_features, linear.in_features) for linear in linears)

@@ -11,7 +11,8 @@ import ctypes
 from ctypes import c_double, c_int32, c_void_p
 from typing import Any
 
-from aiocb.kernels.interface import FORMATS, PagedCall, Team
+from aiocb.kernels.formats import WeightFormat
+from aiocb.kernels.interface import PagedCall, Team
 from aiocb.kernels.library import Library, NativeHandle
 
 __all__ = ["GenericKernels"]
@@ -39,7 +40,6 @@ class GenericKernels(NativeHandle):
         instruction_set: str | None = None,
     ) -> None:
         team = _find_team() if shares_threads else None
-        self.num_threads = num_threads
         self.threads = "torch's" if team is not None else "own"
         super().__init__(
             library,
@@ -69,7 +69,9 @@ class GenericKernels(NativeHandle):
         """
         self.check(self._run(self.handle, ctypes.byref(call)))
 
-    def pack(self, weight: int, stride: int, columns: int, depth: int, weight_format: int, bias: int | None) -> int:
+    def pack(
+        self, weight: int, stride: int, columns: int, depth: int, weight_format: WeightFormat, bias: int | None
+    ) -> int:
         """Pack a weight [columns, depth] at an address, rows `stride` bytes apart; return its index.
 
         Raises:
@@ -78,7 +80,7 @@ class GenericKernels(NativeHandle):
         index = c_int32()
         self.check(
             self._calls.aiocb_generic_pack(
-                self.handle, weight, stride, columns, depth, weight_format, bias, ctypes.byref(index)
+                self.handle, weight, stride, columns, depth, weight_format.code, bias, ctypes.byref(index)
             )
         )
         return index.value
@@ -93,10 +95,10 @@ class GenericKernels(NativeHandle):
         self.check(self._calls.aiocb_bandwidth(self.handle, num_bytes, ctypes.byref(rate)))
         return rate.value
 
-    def arithmetic(self, dtype: str) -> float:
+    def arithmetic(self, weight_format: WeightFormat) -> float:
         """Measure operations per second of the largest tile with its operands in the nearest cache."""
         rate = c_double()
-        self.check(self._calls.aiocb_arithmetic(self.handle, FORMATS[dtype], ctypes.byref(rate)))
+        self.check(self._calls.aiocb_arithmetic(self.handle, weight_format.code, ctypes.byref(rate)))
         return rate.value
 
 

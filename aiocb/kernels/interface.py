@@ -11,16 +11,16 @@ import ctypes
 from collections.abc import Mapping
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 
+from aiocb.kernels.formats import FORMATS, PANEL
 from aiocb.kernels.selection import CONSTANTS, SelectArguments
 
 __all__ = [
     "ACTIVATIONS",
     "ERRORS",
     "ERROR_BYTES",
-    "FORMATS",
     "INSTRUCTION_SETS",
-    "INT8_GROUP",
     "LINEARS",
+    "OPERANDS",
     "PAGE_SIZE",
     "QK_NORMS",
     "SIGNATURES",
@@ -34,8 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 PAGE_SIZE = 16
-INT8_GROUP = 32
-FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
+OPERANDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 QK_NORMS = {"none": 0, "per_head": 1, "full_width": 2}
 LINEARS = {"qkv": 0, "out": 1, "gate_up": 2, "down": 3, "head": 4, "router": 5, "expert_gate_up": 6, "expert_down": 7}
@@ -141,6 +140,7 @@ SIGNATURES = {
     "aiocb_select": "i pp",
     "aiocb_attention": "i ppipp",
     "aiocb_linear": "i piiplipl",
+    "aiocb_unpack": "i piip",
     "aiocb_norm": "i pppifpiiip",
     "aiocb_activation": "i pippip",
     "aiocb_generic_create": "p sipp",
@@ -161,15 +161,18 @@ def expected_layout() -> dict[str, int]:
         "Team": Team,
     }  # fmt: skip
     names: dict[str, Mapping[str, int]] = {
-        "format": FORMATS, "activation": ACTIVATIONS, "qk_norm": QK_NORMS, "linear": LINEARS, "vector": VECTORS,
+        "operand": OPERANDS, "activation": ACTIVATIONS, "qk_norm": QK_NORMS, "linear": LINEARS, "vector": VECTORS,
         **CONSTANTS,
     }  # fmt: skip
     layout = {
         "page_size": PAGE_SIZE,
-        "int8_group": INT8_GROUP,
+        "panel": PANEL,
         "error_bytes": ERROR_BYTES,
         **dict(zip(("error.busy", "error.forked"), ERRORS)),
     }
+    for name, (_, code, bits, group, scale_bytes, activations) in FORMATS.items():
+        fields = {"bits": bits, "group": group, "scale_bytes": scale_bytes, "operand": OPERANDS[activations]}
+        layout |= {f"format.{name}": code, **{f"format.{name}.{field}": value for field, value in fields.items()}}
     for kind, values in names.items():
         layout |= {f"{kind}.{name}": value for name, value in values.items()}
     for name, structure in structures.items():

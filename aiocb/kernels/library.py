@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels.build import KernelUnavailable, find_or_build
+from aiocb.kernels.formats import WeightFormat
 from aiocb.kernels.interface import (
     ERROR_BYTES,
     ERRORS,
@@ -196,8 +197,8 @@ class NativeModel(NativeHandle):
         rows: npt.NDArray[np.uint64],
         depth: int,
         *,
-        source_format: int,
-        weight_format: int,
+        source_format: WeightFormat,
+        weight_format: WeightFormat,
         expert: int = 0,
         bias: npt.NDArray[np.float32] | None = None,
         input_scales: npt.NDArray[np.float32] | None = None,
@@ -205,8 +206,8 @@ class NativeModel(NativeHandle):
     ) -> None:
         """Pack a weight given by the address of the source row of every packed column (0: a zero column).
 
-        The sources are read during the call only. `bias` is [N] in packed order. For int8, the weight is multiplied by
-        `input_scales` [depth] before it is quantised, and `importance` [depth] weighs its errors. `expert` counts for
+        The sources are read during the call only. `bias` is [N] in packed order. A format that quantises multiplies the
+        weight by `input_scales` [depth] before, and weighs its errors by `importance` [depth]. `expert` counts for
         the names that begin with it.
 
         Raises:
@@ -220,8 +221,8 @@ class NativeModel(NativeHandle):
                 rows.ctypes.data,
                 len(rows),
                 depth,
-                source_format,
-                weight_format,
+                source_format.code,
+                weight_format.code,
                 bias.ctypes.data if bias is not None else None,
                 input_scales.ctypes.data if input_scales is not None else None,
                 importance.ctypes.data if importance is not None else None,
@@ -229,7 +230,7 @@ class NativeModel(NativeHandle):
         )
 
     def record_inputs(self, layer: int, name: str, squares: npt.NDArray[np.float32] | None) -> None:
-        """Add the squares of all inputs of an int8 linear to `squares` [depth] from now on; None ends it.
+        """Add the squares of all inputs of a linear that quantises them to `squares` [depth] from now on; None ends it.
 
         The `gate_up` of a layer with experts is that of all of them.
         """

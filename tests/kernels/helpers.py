@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from aiocb.kernels import Library, NativeModel
-from aiocb.kernels.interface import FORMATS, PAGE_SIZE, ModelConfig, StepArguments
+from aiocb.kernels.formats import FORMATS
+from aiocb.kernels.interface import PAGE_SIZE, ModelConfig, StepArguments
 from aiocb.model.native.runner import NativeRunner
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import NULL_BLOCK, BlockCopy
@@ -23,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def native(library: Library, instruction_set: str, dtype: str, *, num_threads: int = 2, **fields: Any) -> NativeModel:
     values: dict[str, Any] = {
         "num_layers": 1, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "intermediate_size": 64,
-        "vocab_size": 64, "format": FORMATS[dtype], "num_groups": 1,
+        "vocab_size": 64, "format": FORMATS[dtype].code, "num_groups": 1,
         "norm_eps": 1e-5, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     } | fields  # fmt: skip
     return NativeModel(library, ModelConfig(**values), num_threads=num_threads, instruction_set=instruction_set)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from aiocb.kernels import KernelError, KernelUnavailable, Library, NativeModel, load
+from aiocb.kernels.formats import FORMATS
 from aiocb.kernels.generic import GenericKernels
-from aiocb.kernels.interface import ACTIVATIONS, FORMATS, PAGE_SIZE, ModelConfig, PagedCall, StepArguments
+from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig, PagedCall, StepArguments
 from aiocb.kernels.selection import CHOOSE, LOG_PROBABILITIES, TRUNCATED, WHOLE, SelectArguments
 
 HIDDEN, HEADS, KV, DIM, INNER, VOCAB, EXPERTS, EXPERT = 40, 6, 2, 16, 50, 77, 5, 24
@@ -41,7 +42,7 @@ def gated(weight: Any) -> Any:
 def model_of(library: Library, dtype: str, packed: str, *, has_experts: bool) -> NativeModel:
     config = ModelConfig(
         num_layers=2, hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, intermediate_size=INNER,
-        vocab_size=VOCAB, format=FORMATS[dtype], activation=ACTIVATIONS["gelu_tanh"], is_gated=1, qk_norm=1,
+        vocab_size=VOCAB, format=FORMATS[dtype].code, activation=ACTIVATIONS["gelu_tanh"], is_gated=1, qk_norm=1,
         rotary_dim=10, num_groups=2, num_ropes=1, num_experts=EXPERTS * has_experts, num_chosen=2 * has_experts,
         expert_size=EXPERT * has_experts, norm_eps=1e-5, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
         attention_softcap=20.0,
@@ -132,7 +133,7 @@ def operators(library: Library, dtype: str) -> None:
     slots = table.astype(np.int64)[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
     zero, lengths, num_pages = np.zeros(1, np.int32), np.array([length], np.int32), np.array([3], np.int32)
     call = PagedCall(
-        num_tokens=length, num_sequences=1, num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, format=FORMATS[dtype],
+        num_tokens=length, num_sequences=1, num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, format=FORMATS[dtype].code,
         num_blocks=8, window=21, scale=0.25, pool=pages.ctypes.data, query=q.ctypes.data, key=k.ctypes.data,
         value=v.ctypes.data, query_stride=q.strides[0], query_head_stride=DIM * size, key_stride=k.strides[0],
         key_head_stride=DIM * size, value_stride=v.strides[0], value_head_stride=DIM * size, slots=slots.ctypes.data,

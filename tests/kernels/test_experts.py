@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.interface import FORMATS
+from aiocb.kernels.formats import FORMATS
 from aiocb.model.native.runner import NativeRunner
 from aiocb.records import Record
 from aiocb.step import StepEntry, StepResult

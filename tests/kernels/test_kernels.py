@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from aiocb.kernels import Library
+from aiocb.kernels.formats import FLOAT32, FORMATS
 from aiocb.kernels.generic import GenericKernels
-from aiocb.kernels.interface import ACTIVATIONS, FORMATS
+from aiocb.kernels.interface import ACTIVATIONS
 from tests.kernels.helpers import DTYPES, native
 
 
@@ -53,7 +54,7 @@ def test_threads_change_nothing(library: Library, threads: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(300, 64)
     model = native(library, library.instruction_sets()[0], "float32", num_threads=threads)
-    model.set_linear(0, "out", _addresses(weight), 64, source_format=0, weight_format=0)
+    model.set_linear(0, "out", _addresses(weight), 64, source_format=FLOAT32, weight_format=FLOAT32)
     a, out = torch.randn(9, 64), torch.empty(9, 300)
     for _ in range(20):
         out.fill_(math.nan)
@@ -72,7 +73,7 @@ def test_norm(library: Library, instruction_set: str, width: int, is_layer_norm:
     kernels = GenericKernels(library, instruction_set=instruction_set)
     code = library.calls.aiocb_norm(
         kernels.handle, weight.data_ptr(), bias.data_ptr() if is_layer_norm else None, is_layer_norm, 1e-5,
-        x.data_ptr(), 5, width, FORMATS[dtype], out.data_ptr(),
+        x.data_ptr(), 5, width, FORMATS[dtype].code, out.data_ptr(),
     )  # fmt: skip
     assert code == 0
     kernels.close()

@@ -15,6 +15,7 @@ import os, resource, threading
 import numpy as np
 import torch
 from aiocb.kernels import KernelError, Library
+from aiocb.kernels.formats import FLOAT32
 from aiocb.kernels.generic import GenericKernels
 from tests.kernels.helpers import native
 from tests.kernels.test_kernels import _addresses
@@ -27,7 +28,7 @@ EXPECTED = (A.double() @ WEIGHT.double().T).float()
 
 def model_of(threads=3):
     model = native(library, library.instruction_sets()[0], "float32", num_threads=threads)
-    model.set_linear(0, "out", _addresses(WEIGHT), 96, source_format=0, weight_format=0)
+    model.set_linear(0, "out", _addresses(WEIGHT), 96, source_format=FLOAT32, weight_format=FLOAT32)
     return model
 
 def multiply(model):
@@ -38,7 +39,7 @@ def multiply(model):
 
 def kernels_of(**options):
     kernels = GenericKernels(library, num_threads=3, **options)
-    kernels.pack(WEIGHT.data_ptr(), 384, 300, 96, 0, None)
+    kernels.pack(WEIGHT.data_ptr(), 384, 300, 96, FLOAT32, None)
     return kernels
 
 def multiply_generic(kernels):
@@ -187,7 +188,7 @@ def test_packing_until_no_memory_is_left(library: Library) -> None:
             for weight in (large, large[:9, :16].contiguous()):
                 columns, depth = weight.shape
                 try:
-                    kernels.pack(weight.data_ptr(), depth * 4, columns, depth, 0, bias.data_ptr())
+                    kernels.pack(weight.data_ptr(), depth * 4, columns, depth, FLOAT32, bias.data_ptr())
                     packed += 1
                 except KernelError as error:
                     messages.add(str(error).split(" for ")[0])
@@ -195,7 +196,7 @@ def test_packing_until_no_memory_is_left(library: Library) -> None:
         multiply_generic(kernels)
         kernels.clear()
         for _ in range(8):
-            kernels.pack(large.data_ptr(), 2048, 4096, 512, 0, bias.data_ptr())
+            kernels.pack(large.data_ptr(), 2048, 4096, 512, FLOAT32, bias.data_ptr())
         kernels.close()
     """)  # fmt: skip
 

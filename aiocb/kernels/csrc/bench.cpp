@@ -1,7 +1,6 @@
 // Single kernels and the two floors of any, for tests and benchmarks.
 #include <cstring>
 
-#include "dispatch.h"
 #include "handle.h"
 
 using namespace aiocb;
@@ -33,12 +32,22 @@ AIOCB_API int aiocb_linear(Handle* handle, int layer, int slot, const char* a, i
   return guarded(handle, [&] {
     const Linear* linear = handle->linear(layer, slot);
     if (!linear || !linear->data || rows < 1) throw Failure(kBadShape, "no linear %ld in layer %ld", slot, layer);
-    if (linear->format == kInt8) handle->grow(rows, 1);
+    if (linear->quantized) handle->grow(rows, 1);
     const int format = handle->plain.config.format;
-    handle->reserve_scratch(handle->isa->linear_scratch(linear->format, linear->depth, rows));
+    handle->reserve_scratch(handle->weight_format(linear->format).scratch(linear->depth, rows));
     handle->parallel([&](Lane lane) {
       handle->isa->linear(linear, format, a, a_stride, rows, out, out_stride, lane);
     });
+  });
+}
+
+// The weights as they are packed, as floats [columns][depth], in packed order.
+AIOCB_API int aiocb_unpack(Handle* handle, int layer, int slot, float* out) {
+  return guarded(handle, [&] {
+    const Linear* linear = handle->linear(layer, slot);
+    if (!linear || !linear->data) throw Failure(kBadShape, "no linear %ld in layer %ld", slot, layer);
+    for (int column = 0; column < linear->columns; ++column)
+      handle->weight_format(linear->format).unpack(*linear, column, out + int64_t(column) * linear->depth);
   });
 }
 
@@ -46,7 +55,7 @@ AIOCB_API int aiocb_norm(Executor* executor, const float* weight, const float* b
                          const float* x, int rows, int width, int format, char* out) {
   return guarded(executor, [&] {
     const Norm norm = {const_cast<float*>(weight), const_cast<float*>(bias)};
-    executor->isa->norm(&norm, is_layer_norm, eps, x, rows, width, format, out, int64_t(width) * (format == kF32 ? 4 : 2));
+    executor->isa->norm(&norm, is_layer_norm, eps, x, rows, width, format, out, width * executor->element_bytes(format));
   });
 }
 
@@ -85,9 +94,10 @@ AIOCB_API int aiocb_bandwidth(Executor* executor, int64_t bytes, double* rate) {
 AIOCB_API int aiocb_arithmetic(Executor* executor, int format, double* rate) {
   return guarded(executor, [&] {
     constexpr int kRepeats = 2000;
-    const double operations = 2.0 * double(executor->isa->multiply_add(format, 1, has_vnni())) * kRepeats;
+    const WeightFormat& kind = executor->weight_format(format);
+    const double operations = 2.0 * double(kind.multiply_add(1)) * kRepeats;
     *rate = operations * executor->num_threads() / quickest([&] {
-      executor->parallel([&](Lane) { executor->isa->multiply_add(format, kRepeats, has_vnni()); });
+      executor->parallel([&](Lane) { kind.multiply_add(kRepeats); });
     });
   });
 }

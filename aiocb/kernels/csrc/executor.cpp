@@ -75,17 +75,20 @@ void Executor::plan_attention(const Config& shape, Batch* batch) {
   batch->num_items = int(items_.size());
 }
 
-Linear Executor::make_linear(int format, int columns, int depth, bool has_bias) {
-  const int step = format == kBf16 ? 2 : 1, groups = (depth + kInt8Group - 1) / kInt8Group;
+const WeightFormat& Executor::weight_format(int format) const {
+  if (format < 0 || format >= kNumFormats) throw Failure(kBadShape, "there is no format %ld of weights", format);
+  return isa->formats[format];
+}
+
+Linear Executor::shape_linear(int format, int columns, int depth) const {
+  const WeightFormat& kind = weight_format(format);
+  const int groups = (depth + kind.group - 1) / kind.group;
   Linear linear = {};
   linear.format = format;
   linear.columns = columns;
-  linear.depth = (depth + step - 1) / step * step;
+  linear.depth = kind.row_bytes ? depth : groups * kind.group;
   linear.panels = (columns + kPanel - 1) / kPanel;
-  linear.panel_bytes = format == kInt8 ? int64_t(groups) * kPanel * (kInt8Group + 2)
-                                       : int64_t(linear.depth / step) * kPanel * 4;
-  if (has_bias) linear.bias = memory.take<float>(int64_t(linear.panels) * kPanel);
-  linear.data = memory.take(linear.panels * linear.panel_bytes);
+  linear.panel_bytes = int64_t(groups) * kPanel * (kind.group * kind.bits / 8 + kind.scale_bytes);
   return linear;
 }
 
@@ -93,7 +96,11 @@ void Executor::fill_linear(const Linear& linear, const char* const* rows, PackAr
   std::vector<const char*> padded(size_t(linear.panels) * kPanel, nullptr);
   std::memcpy(padded.data(), rows, size_t(linear.columns) * sizeof(char*));
   args.rows = padded.data();
-  parallel([&](Lane lane) { isa->pack(&linear, &args, lane); });
+  parallel([&](Lane lane) {
+    const int64_t panels = linear.panels;
+    isa->formats[linear.format].pack(linear, args, int(panels * lane.thread / lane.num_threads),
+                                     int(panels * (lane.thread + 1) / lane.num_threads));
+  });
   if (bias) std::memcpy(linear.bias, bias, size_t(linear.columns) * 4);
 }
 

@@ -54,8 +54,14 @@ class Executor {
   // Cut the attention of a batch into items, long work first, and reserve their scratch.
   void plan_attention(const Config& shape, Batch* batch);
 
-  // Memory for a linear of one of the formats; `has_bias` asks for that, too.
-  Linear make_linear(int format, int columns, int depth, bool has_bias);
+  // Throws where there is none of that number.
+  const WeightFormat& weight_format(int format) const;
+  int64_t element_bytes(int format) const { return weight_format(format).bits / 8; }
+
+  // A linear without memory.
+  Linear shape_linear(int format, int columns, int depth) const;
+  void take_weights(Linear* linear) { linear->data = memory.take(linear->panels * linear->panel_bytes); }
+  void take_bias(Linear* linear) { linear->bias = memory.take<float>(int64_t(linear->panels) * kPanel); }
   // Pack `columns` rows, the other columns of the last panel being zeros. `args.rows` is set here.
   void fill_linear(const Linear& linear, const char* const* rows, PackArgs args, const float* bias);
 

@@ -11,7 +11,7 @@
 #pragma once
 #include <cmath>
 
-#include "gemm_int8.h"
+#include "linear.h"
 #include "model.h"
 #include "rows.h"
 #include "vec.h"
@@ -54,7 +54,7 @@ AIOCB_INLINE void route_rows(const Model& model, const Experts& experts, const S
   const Buffers& b = model.buffers;
   float* scores = b.router_scores + first * b.router_stride;
   StoreEpilogue keep = {scores, b.router_stride, experts.router.columns, nullptr};
-  run_linear<F>(experts.router, b.normed + first * b.hidden_stride, b.hidden_stride, last - first, nullptr,
+  run_linear<F>(experts.router, {b.normed + first * b.hidden_stride, b.hidden_stride, last - first}, nullptr,
                 {0, 1, lane.scratch}, keep);
   for (int row = first; row < last; ++row, scores += b.router_stride) {
     choose_experts(c, scores, b.chosen_experts + int64_t(row) * c.num_chosen,
@@ -76,21 +76,15 @@ class Mixture {
     pairs_ = places_ + num_pairs_;
   }
 
-  bool is_int8() const { return experts_.format == kInt8; }
+  bool is_quantized() const { return experts_.down[0].quantized != nullptr; }
 
   // Sort all pairs, and bring this thread's part of them where their expert reads them.
   void gather() const {
     sort();
-    const Linear& linear = experts_.gate_up[0];
-    if (is_int8()) record();
-    for (int place = share_.begin; place < share_.end; ++place) {
-      const char* row = b_.normed + pairs_[place] / c_.num_chosen * b_.hidden_stride;
-      char* target = b_.expert_rows + place * b_.expert_row_stride;
-      if (is_int8())
-        quantize_row(reinterpret_cast<const E*>(row), linear.depth, int8_groups(linear.depth), target);
-      else
-        std::memcpy(target, row, size_t(linear.depth) * sizeof(E));
-    }
+    record();
+    for (int place = share_.begin; place < share_.end; ++place)
+      prepare_row<F>(experts_.gate_up[0], b_.normed + pairs_[place] / c_.num_chosen * b_.hidden_stride,
+                     b_.expert_rows + place * b_.expert_row_stride);
   }
 
   void gate_up() const {
@@ -98,26 +92,26 @@ class Mixture {
       ActivationEpilogue<E> activation = {b_.expert_activated + first * b_.expert_activated_stride,
                                           b_.expert_activated_stride, experts_.down[expert].depth, nullptr,
                                           c_.activation, true};
-      multiply(experts_.gate_up[expert], b_.expert_rows + first * b_.expert_row_stride, b_.expert_row_stride, count,
-               nullptr, lane, activation);
+      run_linear<F>(experts_.gate_up[expert],
+                    {b_.expert_rows + first * b_.expert_row_stride, b_.expert_row_stride, count, true}, nullptr, lane,
+                    activation);
     });
   }
 
   // This thread's part of what gate_up left.
   void quantize() const {
-    const int depth = experts_.down[0].depth;
     for (int place = share_.begin; place < share_.end; ++place)
-      quantize_row(reinterpret_cast<const E*>(b_.expert_activated + place * b_.expert_activated_stride), depth,
-                   int8_groups(depth), b_.expert_rows + place * b_.expert_row_stride);
+      prepare_row<F>(experts_.down[0], b_.expert_activated + place * b_.expert_activated_stride,
+                     b_.expert_rows + place * b_.expert_row_stride);
   }
 
   void down(const char* next) const {
-    const char* a = is_int8() ? b_.expert_rows : b_.expert_activated;
-    const int64_t stride = is_int8() ? b_.expert_row_stride : b_.expert_activated_stride;
+    const char* a = is_quantized() ? b_.expert_rows : b_.expert_activated;
+    const int64_t stride = is_quantized() ? b_.expert_row_stride : b_.expert_activated_stride;
     for_experts([&](int expert, int first, int count, const Lane& lane) {
       StoreEpilogue keep = {b_.expert_results + int64_t(first) * c_.hidden_size, c_.hidden_size, c_.hidden_size,
                             nullptr};
-      multiply(experts_.down[expert], a + first * stride, stride, count, next, lane, keep);
+      run_linear<F>(experts_.down[expert], {a + first * stride, stride, count, true}, next, lane, keep);
     });
   }
 
@@ -168,27 +162,14 @@ class Mixture {
     }
   }
 
-  // Rows of an int8 linear are quantised already.
-  template <class Epilogue>
-  AIOCB_INLINE void multiply(const Linear& linear, const char* a, int64_t stride, int rows, const char* next,
-                             const Lane& lane, Epilogue& epilogue) const {
-    if (linear.format == kInt8) {
-      const bool has_vnni = static_cast<const Int8Linear*>(linear.extra)->state->has_vnni;
-      run_int8_panels(linear, best_int8_rows(has_vnni), a, stride, rows, next, lane, epilogue);
-    } else {
-      run_linear<F>(linear, a, stride, rows, next, lane, epilogue);
-    }
-  }
-
-  // See Int8Linear: rows are counted once for each expert that they pass.
+  // See Linear::squares: rows are counted once for each expert that they pass.
   void record() const {
     if (lane_.thread != 0) return;
     for (int e = 0; e < c_.num_experts; ++e) {
       const Linear& linear = experts_.gate_up[e];
-      float* squares = static_cast<const Int8Linear*>(linear.extra)->squares;
-      for (int place = begins_[e]; squares && place < begins_[e + 1]; ++place)
+      for (int place = begins_[e]; linear.squares && place < begins_[e + 1]; ++place)
         add_squares(reinterpret_cast<const E*>(b_.normed + pairs_[place] / c_.num_chosen * b_.hidden_stride),
-                    linear.depth, squares);
+                    linear.depth, linear.squares);
     }
   }
 

@@ -5,9 +5,10 @@
 // a bias, a residual, an activation or keep the largest logit. The order of the additions along K does not depend on
 // the rows of the tile, so a row's result is bit-identical alone and in a batch.
 //
-// Adding a weight format takes one struct with the interface of Bf16Format in vec.h (load_half, broadcast_half, madd), or,
-// where sums are not floats, a `run_format` of its own as in gemm_int8.h; all epilogues stay as they are.
+// These are the formats that are multiplied as floats; what a format consists of is said in linear.h.
 #pragma once
+#include <type_traits>
+
 #include "model.h"
 #include "vec.h"
 
@@ -109,6 +110,20 @@ AIOCB_INLINE const char* first_panel(const Linear& linear, const Lane& lane) {
   return linear.data + share_of(linear.panels, lane).begin * linear.panel_bytes;
 }
 
+// Rows of activations, `stride` bytes apart; `is_prepared` where prepare_row (linear.h) has made them.
+struct Input {
+  const char* rows;
+  int64_t stride;
+  int count;
+  bool is_prepared = false;
+};
+
+// Element `index` of a weight's source row.
+AIOCB_INLINE float source_value(const PackArgs& args, const char* row, int index) {
+  return args.source_format == kBf16 ? bf16_to_float(reinterpret_cast<const uint16_t*>(row)[index])
+                                     : reinterpret_cast<const float*>(row)[index];
+}
+
 constexpr int kGroupRows = 132;               // rows that pass over a panel together
 constexpr int kChunkBytes = 256 << 10;        // of a panel: it stays in the second-level cache while the rows pass
 constexpr int kStepBytes = kPanel * 4;
@@ -123,12 +138,6 @@ AIOCB_INLINE WideLayout wide_layout(int depth) {
   const int steps = depth / F::kStep, chunks = 1 + (steps * kStepBytes * F::kHalves - 1) / kChunkBytes;
   return {chunks, int64_t((steps + chunks - 1) / chunks) * kStepBytes * 2, (int64_t(depth) * 4 + 63) / 64 * 64 + kRowPad};
 }
-inline int64_t linear_scratch(int format, int depth, int rows) {
-  if (format != kBf16 || Bf16Format::kHalves == 1) return 0;
-  const WideLayout wide = wide_layout<Bf16Format>(depth);
-  return wide.chunk_bytes + (rows < kGroupRows ? rows : kGroupRows) * wide.row_stride;
-}
-
 inline void widen_row(const uint16_t* row, int depth, float* out) {
   int i = 0;
   for (; i + 16 <= depth; i += 16) store(out + i, load(row + i));
@@ -161,22 +170,23 @@ AIOCB_INLINE void compute_shared(int order, int count, int rows, const char* a, 
   }
 }
 
-// Compute this thread's share. `next` is where the thread's next stage begins to read (prefetched during the last panel).
-// epilogue(first_row, rows, panel, sums[rows][64]) owns those outputs: no other thread sees them in this stage.
+// Compute this thread's share; see run_linear.
 //
 // The share is a contiguous range of (panel, row block) pairs, panel-major: the threads are balanced to one row block
 // even when the panels do not divide, and a panel stays in L2 while the rows pass over it; a deep one in chunks. Sums
 // are floats between chunks as within them, and every tile adds along K in the same order.
 template <class F, class Epilogue>
-AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                             const Lane& lane, Epilogue& epilogue) {
+AIOCB_INLINE void run_floats(const Linear& linear, const Input& input, const char* next, const Lane& lane,
+                             Epilogue& epilogue) {
+  const int rows = input.count;
+  const int64_t a_stride = input.stride;
   alignas(64) float sums[kGroupRows * kPanel];
   const int steps = linear.depth / F::kStep, groups = (rows + kGroupRows - 1) / kGroupRows;
   const WideLayout wide = wide_layout<F>(linear.depth);
   for (int group = 0; group < groups; ++group) {
     int group_first, group_rows;
     even_block(rows, groups, group, &group_first, &group_rows);
-    const char* group_a = a + group_first * a_stride;
+    const char* group_a = input.rows + group_first * a_stride;
     int64_t stride = a_stride;
     if constexpr (F::kHalves == 2) {
       char* wide_rows = lane.scratch + wide.chunk_bytes;
@@ -219,170 +229,98 @@ AIOCB_INLINE void run_format(const Linear& linear, const char* a, int64_t a_stri
   }
 }
 
-template <class F, class Epilogue>
-AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                           const Lane& lane, Epilogue& epilogue);  // gemm_int8.h
-
-// `F` is the format of the activations; a linear whose weights have a format of their own is dispatched here.
-template <class F, class Epilogue>
-AIOCB_INLINE void run_linear(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                             const Lane& lane, Epilogue& epilogue) {
-  if (linear.format == kInt8)
-    run_int8<F>(linear, a, a_stride, rows, next, lane, epilogue);
-  else
-    run_format<F>(linear, a, a_stride, rows, next, lane, epilogue);
-}
-
-// ---- epilogues ------------------------------------------------------------------------------------------------
-
-// out = sums + bias
-struct StoreEpilogue {
-  float* out;
-  int64_t stride;  // floats
-  int columns;
-  const float* bias;
-  AIOCB_INLINE void operator()(int first, int rows, int panel, const float* sums) const {
-    const int width = columns - panel * kPanel < kPanel ? columns - panel * kPanel : kPanel;
-    for (int r = 0; r < rows; ++r) {
-      float* target = out + (first + r) * stride + panel * kPanel;
-      if (width == kPanel) {
-        for (int c = 0; c < kPanel; c += 16) {
-          F16 value = load(sums + r * kPanel + c);
-          store(target + c, bias ? value + load(bias + panel * kPanel + c) : value);
-        }
-      } else {
-        for (int c = 0; c < width; ++c) target[c] = sums[r * kPanel + c] + (bias ? bias[panel * kPanel + c] : 0.0f);
+// Move bits, without a conversion. A cache line of every row at a time, so that what is written stays in L1.
+inline void pack_pairs(const char* const* rows, int depth, int steps, char* out) {
+  constexpr int kLine = 16;  // steps
+  const int whole = depth / 2;
+  for (int first = 0; first < steps; first += kLine) {
+    const int last = first + kLine < steps ? first + kLine : steps;
+    for (int column = 0; column < kPanel; ++column) {
+      const char* row = rows[column];
+      char* target = out + column * 4;
+      const int stop = !row ? first : last < whole ? last : whole;
+      for (int k = first; k < stop; ++k) std::memcpy(target + k * (kPanel * 4), row + k * 4, 4);
+      for (int k = stop; k < last; ++k) {
+        uint16_t pair[2] = {0, 0};
+        if (row && 2 * k < depth) std::memcpy(pair, row + k * 4, 2);
+        std::memcpy(target + k * (kPanel * 4), pair, 4);
       }
     }
-  }
-};
-
-// out += scale * (sums + bias)
-struct ResidualEpilogue {
-  float* out;
-  int64_t stride;
-  int columns;
-  const float* bias;
-  float scale;
-  AIOCB_INLINE void operator()(int first, int rows, int panel, const float* sums) const {
-    const int width = columns - panel * kPanel < kPanel ? columns - panel * kPanel : kPanel;
-    for (int r = 0; r < rows; ++r) {
-      float* target = out + (first + r) * stride + panel * kPanel;
-      for (int c = 0; c + 16 <= width; c += 16) {
-        F16 value = load(sums + r * kPanel + c);
-        if (bias) value = value + load(bias + panel * kPanel + c);
-        store(target + c, fma(set1(scale), value, load(target + c)));
-      }
-      for (int c = width & ~15; c < width; ++c)
-        target[c] += scale * (sums[r * kPanel + c] + (bias ? bias[panel * kPanel + c] : 0.0f));
-    }
-  }
-};
-
-AIOCB_INLINE F16 activate(int kind, F16 x) {
-  switch (kind) {
-    case kSilu: return x / (set1(1.0f) + exp(zero() - x));
-    case kGeluTanh: {
-      F16 u = set1(0.7978845608028654f) * fma(set1(0.044715f) * x, x * x, x);
-      return set1(0.5f) * x * (set1(1.0f) + tanh(u));
-    }
-    case kGeluErf: return set1(0.5f) * x * (set1(1.0f) + erf(x * set1(0.7071067811865476f)));
-    case kRelu2: {
-      F16 y = max(x, zero());
-      return y * y;
-    }
-    default: return max(x, zero());
   }
 }
 
-// Gated: a panel holds 32 gate and 32 up columns, so act(gate) * up needs nothing of another tile. Plain: act(x).
-template <class E>
-struct ActivationEpilogue {
-  char* out;
-  int64_t stride;  // bytes
-  int columns;     // of the output
-  const float* bias;
-  int kind;
-  bool gated;
-  AIOCB_INLINE void put(E* target, int column, F16 value) const {
-    if (column + 16 <= columns) {
-      store(target + column, value);
-    } else {
-      E lanes[16];
-      store(lanes, value);
-      for (int i = 0; column + i < columns; ++i) target[column + i] = lanes[i];
-    }
-  }
-  AIOCB_INLINE void operator()(int first, int rows, int panel, const float* sums) const {
-    for (int r = 0; r < rows; ++r) {
-      E* target = reinterpret_cast<E*>(out + (first + r) * stride);
-      const float* row = sums + r * kPanel;
-      const float* extra = bias ? bias + panel * kPanel : nullptr;
-      if (gated) {
-        for (int c = 0; c < 32; c += 16) {
-          F16 gate = load(row + c), up = load(row + 32 + c);
-          if (extra) gate = gate + load(extra + c), up = up + load(extra + 32 + c);
-          put(target, panel * 32 + c, activate(kind, gate) * up);
-        }
-      } else {
-        for (int c = 0; c < kPanel; c += 16) {
-          F16 value = load(row + c);
-          if (extra) value = value + load(extra + c);
-          put(target, panel * kPanel + c, activate(kind, value));
-        }
-      }
-    }
-  }
-};
+AIOCB_INLINE float to_float(float value) { return value; }
+AIOCB_INLINE float to_float(uint16_t value) { return bf16_to_float(value); }
+AIOCB_INLINE void from_float(float value, float* out) { *out = value; }
+AIOCB_INLINE void from_float(float value, uint16_t* out) { *out = float_to_bf16(value); }
 
-// Logits of the sampled rows: scaled and capped; the largest of this thread's columns is kept (ties: the lowest id,
-// because panels come in ascending order), and rows that are sampled elsewhere are written out. A NaN wins over all: its
-// row ends with +inf and id -1. A row of nothing but -inf keeps the id that it came with.
-struct LogitsEpilogue {
-  float scale, softcap;
-  int columns;
-  const float* bias;
-  const int32_t* slots;
-  float* logits;
-  float* best_values;
-  int32_t* best_ids;
-  AIOCB_INLINE void operator()(int first, int rows, int panel, const float* sums) const {
-    const int base = panel * kPanel;
-    const int width = columns - base < kPanel ? columns - base : kPanel;
-    for (int r = 0; r < rows; ++r) {
-      alignas(64) float row[kPanel];
-      const F16 infinity = set1(__builtin_inff());
-      F16 largest = set1(-__builtin_inff());
-      for (int c = 0; c < kPanel; c += 16) {
-        F16 value = load(sums + r * kPanel + c);
-        if (bias) value = value + load(bias + base + c);
-        value = value * set1(scale);
-        if (softcap > 0.0f)
-          value = select_less(value, infinity, set1(softcap) * tanh(value * set1(1.0f / softcap)), value);
-        if (c + 16 > width) value = keep_lanes(value, 0, width - c, -__builtin_inff());
-        largest = max(largest, select_less(value, infinity, value, infinity));  // NaN counts as +inf
-        store(row + c, value);
+// Weights that are multiplied with activations of their own format. Panel: [k step][64 columns][4 bytes].
+template <class F>
+struct FloatWeights {
+  typedef typename F::Element E;
+  static constexpr bool kQuantizes = false;
+  static constexpr int64_t (*row_bytes)(int depth) = nullptr;
+  template <class Activations>
+  static constexpr bool takes() { return std::is_same<Activations, F>::value; }
+
+  static int64_t scratch(int depth, int rows) {
+    if (F::kHalves == 1) return 0;
+    const WideLayout wide = wide_layout<F>(depth);
+    return wide.chunk_bytes + (rows < kGroupRows ? rows : kGroupRows) * wide.row_stride;
+  }
+
+  static AIOCB_INLINE void prepare_row(const E* x, int depth, char* out) {
+    std::memcpy(out, x, size_t(depth) * sizeof(E));
+  }
+
+  template <class Epilogue>
+  static AIOCB_INLINE void multiply(const Linear& linear, const Input& input, const char* next, const Lane& lane,
+                                    Epilogue& epilogue) {
+    run_floats<F>(linear, input, next, lane, epilogue);
+  }
+
+  static void pack(const Linear& linear, const PackArgs& args, int first_panel, int last_panel) {
+    const int steps = linear.depth / F::kStep;
+    for (int panel = first_panel; panel < last_panel; ++panel) {
+      char* out = linear.data + panel * linear.panel_bytes;
+      if (F::kStep == 2 && args.source_format == kBf16) {  // the common case
+        pack_pairs(args.rows + panel * kPanel, args.depth, steps, out);
+        continue;
       }
-      const float peak = reduce_max(largest);
-      bool has_nan = false;
-      if (peak > 3.4028235e38f)
-        for (int c = 0; c < width; ++c) has_nan |= row[c] != row[c];
-      if (has_nan) {
-        best_values[first + r] = peak;
-        best_ids[first + r] = -1;
-      } else if (peak > best_values[first + r]) {
-        best_values[first + r] = peak;
-        for (int c = 0; c < width; ++c)
-          if (row[c] == peak) {
-            best_ids[first + r] = base + c;
-            break;
-          }
+      for (int column = 0; column < kPanel; ++column) {
+        const char* row = args.rows[panel * kPanel + column];
+        char* target = out + column * 4;
+        for (int k = 0; k < linear.depth; k += F::kStep, target += kPanel * 4) {
+          E values[F::kStep] = {};
+          for (int i = 0; row && i < F::kStep && k + i < args.depth; ++i)
+            from_float(source_value(args, row, k + i), values + i);
+          std::memcpy(target, values, 4);
+        }
       }
-      const int slot = slots ? slots[first + r] : -1;
-      if (slot >= 0) std::memcpy(logits + int64_t(slot) * columns + base, row, size_t(width) * 4);
     }
   }
+
+  static void unpack(const Linear& linear, int column, float* out) {
+    const char* source = linear.data + column / kPanel * linear.panel_bytes + column % kPanel * 4;
+    for (int k = 0; k < linear.depth; k += F::kStep, source += kPanel * 4)
+      for (int i = 0; i < F::kStep; ++i) out[k + i] = to_float(reinterpret_cast<const E*>(source)[i]);
+  }
+
+  static int64_t multiply_add(int repeats) {
+    // Pairs that are multiplied as floats cannot be faster than those.
+    if constexpr (F::kHalves == 2) return FloatWeights<F32Format>::multiply_add(repeats);
+    constexpr int kSteps = 64, kStride = kSteps * 4 + 64;
+    alignas(64) char weights[kSteps * kPanel * 4] = {}, rows[kMaxRows * kStride] = {};
+    alignas(64) float sums[kMaxRows * kPanel];
+    for (int i = 0; i < repeats; ++i) {
+      compute_rows<F>(kMaxRows, rows, kStride, weights, kSteps, {weights, 0, false, nullptr}, sums);
+      asm volatile("" : : "r"(sums) : "memory");  // or the compiler sees that nobody reads the sums
+    }
+    return int64_t(repeats) * kMaxRows * kPanel * kSteps * F::kStep;
+  }
 };
+typedef FloatWeights<F32Format> F32Weights;
+typedef FloatWeights<Bf16Format> Bf16Weights;
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb

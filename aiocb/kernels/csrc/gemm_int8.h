@@ -11,9 +11,10 @@
 // unsigned by signed bytes. The surplus, 128 times the sum of a group's activations, is part of the row's data, where
 // it costs nothing: sums begin at -128 * sum instead of at zero.
 #pragma once
+#include "dispatch.h"
 #include "gemm.h"
+#include "int8_rows.h"
 #include "model.h"
-#include "pool.h"
 #include "vec.h"
 
 namespace aiocb {
@@ -22,8 +23,6 @@ namespace AIOCB_ISA {
 constexpr int kInt8Steps = kInt8Group / 4;                              // four bytes of k each
 constexpr int kInt8GroupBytes = kPanel * 2 + kInt8Steps * kPanel * 4;   // of a panel
 constexpr int kInt8Candidates = 16;                                     // scales that packing tries
-
-AIOCB_INLINE int int8_groups(int depth) { return (depth + kInt8Group - 1) / kInt8Group; }
 
 // ---- sixteen sums of products of bytes --------------------------------------------------------------------------
 // `Weights` is a vector of four unsigned bytes for each of sixteen columns, `Row` four signed bytes of one row.
@@ -160,114 +159,12 @@ struct PairDot {
 typedef PairDot VnniDot;
 #endif
 
-// ---- activations ------------------------------------------------------------------------------------------------
-
-// A quantised row is its bytes, then one of these per group.
-struct Int8GroupMeta {
-  float scale;
-  int32_t start;  // -128 * (sum of the group)
-};
-// What a group is multiplied by. A group so small that this would be infinite is one of zeros.
-AIOCB_INLINE F16 int8_inverse(float peak) { return set1(peak > 1e-36f ? 127.0f / peak : 0.0f); }
-
-AIOCB_INLINE void store_bytes(char* p, F16 a) {
-#if defined(__AVX512F__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
-#else
-  float lanes[16];
-  store(lanes, a);
-  for (int i = 0; i < 16; ++i) p[i] = lanes[i] == lanes[i] ? char(int(lanes[i])) : 0;
-#endif
-}
-
-template <class E>
-AIOCB_INLINE F16 load_elements(const E* p, int count) {
-  if (count >= 16) return load(p);
-  E lanes[16] = {};
-  if (count > 0) std::memcpy(lanes, p, size_t(count) * sizeof(E));
-  return load(lanes);
-}
-
-// `count` elements, filled up with zeros to a group. Returns false for NaN and infinity.
-template <class E>
-AIOCB_INLINE bool quantize_group(const E* x, int count, char* out, Int8GroupMeta* meta) {
-  F16 values[kInt8Group / 16], peaks = zero(), nan = zero(), sum = zero();
-  AIOCB_UNROLL for (int i = 0; i < kInt8Group / 16; ++i) {
-    values[i] = load_elements(x + i * 16, count - i * 16);
-    nan = fma(values[i], zero(), nan);
-    peaks = max(peaks, abs(values[i]));
-  }
-  const float peak = reduce_max(peaks);
-  const F16 inverse = int8_inverse(peak);
-  AIOCB_UNROLL for (int i = 0; i < kInt8Group / 16; ++i) {
-    const F16 rounded = round_to_int(values[i] * inverse);
-    store_bytes(out + i * 16, rounded);
-    sum = sum + rounded;
-  }
-  const float total = reduce_add(sum);
-  *meta = {peak * (1.0f / 127.0f), total == total ? -128 * int32_t(total) : 0};
-  return reduce_add(nan) == 0.0f;
-}
-
-#if defined(__AVX512F__)
-// The same numbers from a whole group of bf16, which is one register: magnitudes compare as integers.
-AIOCB_INLINE bool quantize_whole_group(const uint16_t* x, char* out, Int8GroupMeta* meta) {
-  static_assert(kInt8Group == 32, "one register");
-  const __m512i sizes = _mm512_and_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
-  const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(sizes), _mm512_extracti64x4_epi64(sizes, 1));
-  const __m128i quarter = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  const __m128i smallest = _mm_minpos_epu16(_mm_xor_si128(quarter, _mm_set1_epi16(-1)));
-  const uint16_t bits = uint16_t(~_mm_cvtsi128_si32(smallest));
-  const float peak = bf16_to_float(bits);
-  const F16 inverse = int8_inverse(peak);
-  const __m512i low = _mm512_cvtps_epi32((load(x) * inverse).v), high = _mm512_cvtps_epi32((load(x + 16) * inverse).v);
-  const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm512_cvtepi32_epi8(low)),
-                                                _mm512_cvtepi32_epi8(high), 1);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bytes);
-  const __m256i sums = _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(char(0x80))), _mm256_setzero_si256());
-  const __m128i pair = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-  const int total = _mm_cvtsi128_si32(_mm_add_epi32(pair, _mm_unpackhi_epi64(pair, pair))) - 128 * kInt8Group;
-  *meta = {peak * (1.0f / 127.0f), -128 * total};
-  return bits < 0x7f80;
-}
-#else
-AIOCB_INLINE bool quantize_whole_group(const uint16_t* x, char* out, Int8GroupMeta* meta) {
-  return quantize_group(x, kInt8Group, out, meta);
-}
-#endif
-AIOCB_INLINE bool quantize_whole_group(const float* x, char* out, Int8GroupMeta* meta) {
-  return quantize_group(x, kInt8Group, out, meta);
-}
-
-// A row that holds NaN or infinity yields NaN everywhere, as it would without quantisation: integers cannot carry it.
-template <class E>
-AIOCB_INLINE void quantize_row(const E* x, int depth, int groups, char* out) {
-  Int8GroupMeta* meta = reinterpret_cast<Int8GroupMeta*>(out + groups * kInt8Group);
-  const int whole = depth / kInt8Group;
-  bool is_finite = true;
-  for (int g = 0; g < whole; ++g)
-    is_finite &= quantize_whole_group(x + g * kInt8Group, out + g * kInt8Group, meta + g);
-  if (whole < groups)
-    is_finite &= quantize_group(x + whole * kInt8Group, depth % kInt8Group, out + whole * kInt8Group, meta + whole);
-  if (!is_finite) meta[0].scale = __builtin_nanf("");
-}
-
-template <class E>
-AIOCB_INLINE void add_squares(const E* x, int depth, float* squares) {
-  for (int i = 0; i < depth; i += 16) {
-    const F16 value = load_elements(x + i, depth - i), sum = load_elements(squares + i, depth - i);
-    float lanes[16];
-    store(lanes, fma(value, value, sum));
-    std::memcpy(squares + i, lanes, size_t(depth - i < 16 ? depth - i : 16) * 4);
-  }
-}
-
 // ---- tiles ------------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
-constexpr int kInt8Rows = 6;  // 6 rows x 2 vectors, as integers and as floats, leave 8 of 32 registers
+constexpr int kInt8TileRows = 6;  // 6 rows x 2 vectors, as integers and as floats, leave 8 of 32 registers
 #else
-constexpr int kInt8Rows = 2;
+constexpr int kInt8TileRows = 2;
 #endif
 
 constexpr int kInt8Turn = 4;  // groups, see compute_int8_tile
@@ -348,7 +245,7 @@ __attribute__((noinline)) void compute_int8_tile(const char* a, int64_t a_stride
   }
 }
 
-typedef void (*Int8Rows)(int rows, const char* a, int64_t a_stride, const char* b, int groups, const char* ahead,
+typedef void (*Int8Tile)(int rows, const char* a, int64_t a_stride, const char* b, int groups, const char* ahead,
                          int lines, float* out);
 
 template <class Dot>
@@ -366,15 +263,19 @@ void compute_int8_rows(int rows, const char* a, int64_t a_stride, const char* b,
   }
 }
 
-inline Int8Rows best_int8_rows(bool has_vnni) {
-  return kAlwaysVnni || has_vnni ? compute_int8_rows<VnniDot> : compute_int8_rows<PairDot>;
+inline Int8Tile best_int8_tile() {
+  return kAlwaysVnni || has_vnni() ? compute_int8_rows<VnniDot> : compute_int8_rows<PairDot>;
 }
 
+// As run_floats.
 template <class Epilogue>
-AIOCB_INLINE void run_int8_panels(const Linear& linear, Int8Rows compute, const char* a, int64_t a_stride, int rows,
-                                  const char* next, const Lane& lane, Epilogue& epilogue) {
-  alignas(64) float sums[kInt8Rows * kPanel];
-  const int blocks = (rows + kInt8Rows - 1) / kInt8Rows, groups = int8_groups(linear.depth);
+AIOCB_INLINE void run_int8(const Linear& linear, const Input& input, const char* next, const Lane& lane,
+                           Epilogue& epilogue) {
+  alignas(64) float sums[kInt8TileRows * kPanel];
+  const Int8Tile compute = best_int8_tile();
+  const char* a = input.rows;
+  const int64_t a_stride = input.stride;
+  const int rows = input.count, blocks = (rows + kInt8TileRows - 1) / kInt8TileRows, groups = int8_groups(linear.depth);
   const int64_t total = int64_t(linear.panels) * blocks;
   const int64_t begin = total * lane.thread / lane.num_threads, end = total * (lane.thread + 1) / lane.num_threads;
   const int lines = blocks == 1 ? 4 : blocks < 4 ? 2 : 1;  // of the next panel, as in compute_shared
@@ -394,45 +295,6 @@ AIOCB_INLINE void run_int8_panels(const Linear& linear, Int8Rows compute, const 
     }
     epilogue(first, count, panel, sums);
   }
-}
-
-// Quantise `rows` and return where they are. Few rows are quantised by every thread for itself; more are shared out, at
-// the price of a barrier.
-template <class E>
-__attribute__((noinline)) const char* quantize_rows(const Linear& linear, const char* a, int64_t a_stride, int rows,
-                                                    const Lane& lane) {
-  const Int8Linear& own = *static_cast<const Int8Linear*>(linear.extra);
-  const Int8State& state = *own.state;
-  if (own.squares && lane.thread == 0)
-    for (int row = 0; row < rows; ++row)
-      add_squares(reinterpret_cast<const E*>(a + row * a_stride), linear.depth, own.squares);
-  const bool is_shared = rows > kInt8OwnRows;
-  char* quantized = state.rows + (is_shared ? 0 : lane.thread * kInt8OwnRows * state.row_stride);
-  const Share share = is_shared ? share_of(rows, lane) : Share{0, rows};
-  for (int row = share.begin; row < share.end; ++row)
-    quantize_row(reinterpret_cast<const E*>(a + row * a_stride), linear.depth, int8_groups(linear.depth),
-                 quantized + row * state.row_stride);
-  if (is_shared) pool_barrier(state.pool);
-  return quantized;
-}
-
-// As run_format.
-template <class F, class Epilogue>
-AIOCB_INLINE void run_int8(const Linear& linear, const char* a, int64_t a_stride, int rows, const char* next,
-                           const Lane& lane, Epilogue& epilogue) {
-  const Int8State& state = *static_cast<const Int8Linear*>(linear.extra)->state;
-  const char* quantized = quantize_rows<typename F::Element>(linear, a, a_stride, rows, lane);
-  run_int8_panels(linear, best_int8_rows(state.has_vnni), quantized, state.row_stride, rows, next, lane, epilogue);
-}
-
-// Multiply-adds of the largest tile on operands that stay in the nearest cache (see multiply_add in instruction_set.cpp).
-inline int64_t int8_multiply_add(int repeats, bool has_vnni) {
-  constexpr int kGroups = 4, kStride = kGroups * (kInt8Group + int(sizeof(Int8GroupMeta))) + 64;
-  alignas(64) char weights[kGroups * kInt8GroupBytes] = {}, rows[kInt8Rows * kStride] = {};
-  alignas(64) float sums[kInt8Rows * kPanel];
-  const Int8Rows compute = best_int8_rows(has_vnni);
-  for (int i = 0; i < repeats; ++i) compute(kInt8Rows, rows, kStride, weights, kGroups, weights, 0, sums);
-  return int64_t(repeats) * kInt8Rows * kPanel * kGroups * kInt8Group;
 }
 
 // ---- packing ----------------------------------------------------------------------------------------------------
@@ -474,28 +336,68 @@ AIOCB_INLINE uint16_t pack_int8_group(const float* values, const float* importan
   return scale;
 }
 
-AIOCB_INLINE void pack_int8(const Linear& linear, const PackArgs& args, int first_panel, int last_panel) {
-  const int groups = int8_groups(linear.depth);
-  for (int panel = first_panel; panel < last_panel; ++panel) {
-    for (int column = 0; column < kPanel; ++column) {
-      const char* row = args.rows[panel * kPanel + column];
-      char* out = linear.data + panel * linear.panel_bytes;
-      for (int g = 0; g < groups; ++g, out += kInt8GroupBytes) {
-        const int first = g * kInt8Group;
-        const int count = !row ? 0 : linear.depth - first < kInt8Group ? linear.depth - first : kInt8Group;
-        alignas(64) float values[kInt8Group] = {}, importance[kInt8Group] = {};
-        for (int i = 0; i < count; ++i) {
-          values[i] = args.source_format == kBf16 ? bf16_to_float(reinterpret_cast<const uint16_t*>(row)[first + i])
-                                                  : reinterpret_cast<const float*>(row)[first + i];
-          if (args.input_scales) values[i] *= args.input_scales[first + i];
-          if (args.importance) importance[i] = args.importance[first + i];
+// Weights in groups with a scale each, multiplied with rows that are quantised the same way.
+struct Int8Weights {
+  static constexpr bool kQuantizes = true;
+  template <class Activations>
+  static constexpr bool takes() { return true; }
+
+  static int64_t scratch(int, int) { return 0; }
+  static int64_t row_bytes(int depth) { return int8_row_bytes(depth); }
+
+  template <class E>
+  static AIOCB_INLINE void prepare_row(const E* x, int depth, char* out) {
+    quantize_row(x, depth, int8_groups(depth), out);
+  }
+
+  template <class Epilogue>
+  static AIOCB_INLINE void multiply(const Linear& linear, const Input& input, const char* next, const Lane& lane,
+                                    Epilogue& epilogue) {
+    run_int8(linear, input, next, lane, epilogue);
+  }
+
+  static void pack(const Linear& linear, const PackArgs& args, int first_panel, int last_panel) {
+    const int groups = int8_groups(linear.depth);
+    for (int panel = first_panel; panel < last_panel; ++panel) {
+      for (int column = 0; column < kPanel; ++column) {
+        const char* row = args.rows[panel * kPanel + column];
+        char* out = linear.data + panel * linear.panel_bytes;
+        for (int g = 0; g < groups; ++g, out += kInt8GroupBytes) {
+          const int first = g * kInt8Group;
+          const int count = !row ? 0 : linear.depth - first < kInt8Group ? linear.depth - first : kInt8Group;
+          alignas(64) float values[kInt8Group] = {}, importance[kInt8Group] = {};
+          for (int i = 0; i < count; ++i) {
+            values[i] = source_value(args, row, first + i);
+            if (args.input_scales) values[i] *= args.input_scales[first + i];
+            if (args.importance) importance[i] = args.importance[first + i];
+          }
+          reinterpret_cast<uint16_t*>(out)[column] =
+              pack_int8_group(values, count && args.importance ? importance : nullptr, out + kPanel * 2 + column * 4);
         }
-        reinterpret_cast<uint16_t*>(out)[column] =
-            pack_int8_group(values, count && args.importance ? importance : nullptr, out + kPanel * 2 + column * 4);
       }
     }
   }
-}
+
+  static void unpack(const Linear& linear, int column, float* out) {
+    const char* group = linear.data + column / kPanel * linear.panel_bytes;
+    for (int k = 0; k < linear.depth; ++k) {
+      const int i = k % kInt8Group;
+      if (k && !i) group += kInt8GroupBytes;
+      const float scale = bf16_to_float(reinterpret_cast<const uint16_t*>(group)[column % kPanel]);
+      const char* bytes = group + kPanel * 2 + column % kPanel * 4;
+      out[k] = float(int(uint8_t(bytes[i / 4 * kPanel * 4 + i % 4])) - 128) * scale;
+    }
+  }
+
+  static int64_t multiply_add(int repeats) {
+    constexpr int kGroups = 4, kStride = kGroups * (kInt8Group + int(sizeof(Int8GroupMeta))) + 64;
+    alignas(64) char weights[kGroups * kInt8GroupBytes] = {}, rows[kInt8TileRows * kStride] = {};
+    alignas(64) float sums[kInt8TileRows * kPanel];
+    const Int8Tile compute = best_int8_tile();
+    for (int i = 0; i < repeats; ++i) compute(kInt8TileRows, rows, kStride, weights, kGroups, weights, 0, sums);
+    return int64_t(repeats) * kInt8TileRows * kPanel * kGroups * kInt8Group;
+  }
+};
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb

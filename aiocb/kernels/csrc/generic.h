@@ -4,7 +4,7 @@
 // the new keys and values are placed by slot.
 #pragma once
 #include "attention.h"
-#include "gemm.h"
+#include "linear.h"
 #include "model.h"
 #include "pool.h"
 #include "vec.h"
@@ -104,7 +104,7 @@ void linear_rows(const Linear* linear, const char* a, int64_t a_stride, int rows
   with_format(linear->format, [&](auto format) {
     typedef decltype(format) F;
     RowsEpilogue<typename F::Element> epilogue = {out, out_stride, linear->columns, linear->bias};
-    run_linear<F>(*linear, a, a_stride, rows, nullptr, lane, epilogue);
+    run_linear<F>(*linear, {a, a_stride, rows}, nullptr, lane, epilogue);
   });
 }
 

@@ -1,6 +1,5 @@
 // A model as the library owns it: weights, cache, the block tables of its rows, and the buffers of a step.
 #pragma once
-#include <deque>
 #include <vector>
 
 #include "executor.h"
@@ -10,9 +9,8 @@ namespace aiocb {
 // The C interface hands an Executor out and takes a Handle back: with one base class, that is the same address.
 struct Handle : Executor {
   Model plain = {};                 // what the kernels see
-  Int8State int8 = {};
-  std::deque<Int8Linear> quantized;
-  int deepest = 1;                  // depth of the deepest linear
+  QuantizedRows quantized = {};
+  int deepest[kNumFormats] = {};    // depth of the deepest linear of each format
   bool is_settled = false;          // layers and groups fit each other; `windows` [groups] holds their widest views
   bool is_complete = false;         // all weights are there, in the right shapes
   std::vector<int> windows;
@@ -27,7 +25,7 @@ struct Handle : Executor {
 
   Handle(const Config& config, const char* isa, int num_threads);
 
-  int64_t element() const { return plain.config.format == kF32 ? 4 : 2; }
+  int64_t element() const { return element_bytes(plain.config.format); }
   Linear* linear(int layer, int slot);       // null: there is none
 
   void settle();                             // throws where a step would read outside of caches and tables

@@ -4,9 +4,8 @@
 // of a few stages per layer with a barrier between them; every stage cuts its work so that no output has two owners.
 #include "attention.h"
 #include "experts.h"
-#include "gemm.h"
 #include "generic.h"
-#include "gemm_int8.h"
+#include "linear.h"
 #include "model.h"
 #include "pool.h"
 #include "rows.h"
@@ -86,10 +85,10 @@ struct Step {
   void project_back(const Linear& linear, const Norm& post, const char* a, int64_t stride, const char* next) const {
     if (post.weight) {
       StoreEpilogue epilogue = {buffers.branch, c.hidden_size, c.hidden_size, linear.bias};
-      run_linear<F>(linear, a, stride, batch.num_tokens, next, lane, epilogue);
+      run_linear<F>(linear, {a, stride, batch.num_tokens}, next, lane, epilogue);
     } else {
       ResidualEpilogue epilogue = {buffers.x, c.hidden_size, c.hidden_size, linear.bias, c.residual_scale};
-      run_linear<F>(linear, a, stride, batch.num_tokens, next, lane, epilogue);
+      run_linear<F>(linear, {a, stride, batch.num_tokens}, next, lane, epilogue);
     }
   }
 
@@ -120,8 +119,8 @@ struct Step {
   void gate_up(const Layer& layer, const char* a) const {
     ActivationEpilogue<E> activation = {buffers.activated, buffers.activated_stride, layer.down.depth,
                                         layer.gate_up.bias, c.activation, c.is_gated != 0};
-    run_linear<F>(layer.gate_up, a, buffers.hidden_stride, batch.num_tokens,
-                  first_panel(layer.down, lane), lane, activation);
+    run_linear<F>(layer.gate_up, {a, buffers.hidden_stride, batch.num_tokens}, first_panel(layer.down, lane), lane,
+                  activation);
   }
 
   // The experts of rows that are normed and routed; `next` as in run_linear.
@@ -134,14 +133,14 @@ struct Step {
     if (has_shared) gate_up(layer, buffers.normed);
     mixture.gate_up();
     pool_barrier(model.pool);
-    if (mixture.is_int8()) {
+    if (mixture.is_quantized()) {
       mixture.quantize();
       pool_barrier(model.pool);
     }
 
     if (has_shared) {
       StoreEpilogue keep = {buffers.branch, c.hidden_size, c.hidden_size, layer.down.bias};
-      run_linear<F>(layer.down, buffers.activated, buffers.activated_stride, batch.num_tokens,
+      run_linear<F>(layer.down, {buffers.activated, buffers.activated_stride, batch.num_tokens},
                     first_panel(layer.experts->down[0], lane), lane, keep);
     }
     mixture.down(next);
@@ -163,8 +162,8 @@ struct Step {
     pool_barrier(model.pool);
     LogitsEpilogue epilogue = {c.logit_scale, c.logit_softcap, model.head.columns, model.head.bias,
                                batch.logit_targets, batch.logits, best, ids};
-    run_linear<F>(model.head, buffers.output_rows, buffers.hidden_stride, batch.num_outputs,
-               first_panel(model.layers[0].qkv, lane), lane, epilogue);
+    run_linear<F>(model.head, {buffers.output_rows, buffers.hidden_stride, batch.num_outputs},
+                  first_panel(model.layers[0].qkv, lane), lane, epilogue);
     pool_barrier(model.pool);
     // Threads hold ascending columns, so a strict comparison keeps the lowest id among equals.
     for (int i = share.begin; i < share.end; ++i) {
@@ -194,8 +193,8 @@ struct Step {
       pool_barrier(pool);
 
       StoreEpilogue keep = {buffers.qkv, layer.qkv.columns, layer.qkv.columns, layer.qkv.bias};
-      run_linear<F>(layer.qkv, buffers.normed, buffers.hidden_stride, batch.num_tokens,
-                 first_panel(layer.out, lane), lane, keep);
+      run_linear<F>(layer.qkv, {buffers.normed, buffers.hidden_stride, batch.num_tokens},
+                    first_panel(layer.out, lane), lane, keep);
       pool_barrier(pool);
 
       place(layer);
@@ -238,59 +237,6 @@ void step(const Model* model, const Batch* batch, Lane lane) {
   with_format(model->config.format, [&](auto format) { Step<decltype(format)>(*model, *batch, lane).run(); });
 }
 
-// The common case: move the bits. A cache line of every row at a time, so that what is written stays in L1.
-void pack_bits(const char* const* rows, int depth, int steps, char* out) {
-  constexpr int kLine = 16;  // steps
-  const int whole = depth / 2;
-  for (int first = 0; first < steps; first += kLine) {
-    const int last = first + kLine < steps ? first + kLine : steps;
-    for (int column = 0; column < kPanel; ++column) {
-      const char* row = rows[column];
-      char* target = out + column * 4;
-      const int stop = !row ? first : last < whole ? last : whole;
-      for (int k = first; k < stop; ++k) std::memcpy(target + k * (kPanel * 4), row + k * 4, 4);
-      for (int k = stop; k < last; ++k) {
-        uint16_t pair[2] = {0, 0};
-        if (row && 2 * k < depth) std::memcpy(pair, row + k * 4, 2);
-        std::memcpy(target + k * (kPanel * 4), pair, 4);
-      }
-    }
-  }
-}
-
-void pack(const Linear* linear, const PackArgs* args, Lane lane) {
-  const Share share = share_of(linear->panels, lane);
-  if (linear->format == kInt8) return pack_int8(*linear, *args, share.begin, share.end);
-  const bool to_bf16 = linear->format == kBf16;
-  const int step = to_bf16 ? 2 : 1, steps = linear->depth / step;
-  for (int panel = share.begin; panel < share.end; ++panel) {
-    char* out = linear->data + panel * linear->panel_bytes;
-    if (to_bf16 && args->source_format == kBf16) {
-      pack_bits(args->rows + panel * kPanel, args->depth, steps, out);
-      continue;
-    }
-    for (int column = 0; column < kPanel; ++column) {
-      const char* row = args->rows[panel * kPanel + column];
-      char* target = out + column * 4;
-      for (int k = 0; k < steps; ++k, target += kPanel * 4) {
-        float pair[2] = {0.0f, 0.0f};
-        uint16_t raw[2] = {0, 0};
-        for (int i = 0; row && i < step && k * step + i < args->depth; ++i) {
-          const int index = k * step + i;
-          pair[i] = args->source_format == kBf16 ? bf16_to_float(reinterpret_cast<const uint16_t*>(row)[index])
-                                                 : reinterpret_cast<const float*>(row)[index];
-        }
-        if (to_bf16) {
-          raw[0] = float_to_bf16(pair[0]), raw[1] = float_to_bf16(pair[1]);
-          std::memcpy(target, raw, 4);
-        } else {
-          std::memcpy(target, pair, 4);
-        }
-      }
-    }
-  }
-}
-
 // `qkv` was filled by the caller: rotate, write the cache, attend.
 void attention(const Model* model, const Batch* batch, int layer, Lane lane) {
   with_format(model->config.format, [&](auto format) {
@@ -303,12 +249,12 @@ void attention(const Model* model, const Batch* batch, int layer, Lane lane) {
   });
 }
 
-// `a` is of `format`, which differs from the linear's only for int8.
+// `a` is of `format`.
 void linear(const Linear* linear, int format, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
             Lane lane) {
   StoreEpilogue epilogue = {out, out_stride, linear->columns, linear->bias};
   with_format(format, [&](auto f) {
-    run_linear<decltype(f)>(*linear, static_cast<const char*>(a), a_stride, rows, nullptr, lane, epilogue);
+    run_linear<decltype(f)>(*linear, {static_cast<const char*>(a), a_stride, rows}, nullptr, lane, epilogue);
   });
 }
 
@@ -340,33 +286,18 @@ float read_memory(const char* data, int64_t bytes, Lane lane) {
   return reduce_add(sums[0] + sums[1] + sums[2] + sums[3]);
 }
 
-// Multiply-adds of the largest tile on operands that stay in the nearest cache; returns how many were done.
-template <class F>
-int64_t multiply_add_of(int repeats) {
-  constexpr int kSteps = 64, kStride = kSteps * 4 + 64;
-  alignas(64) char weights[kSteps * kPanel * 4] = {}, rows[kMaxRows * kStride] = {};
-  alignas(64) float sums[kMaxRows * kPanel];
-  for (int i = 0; i < repeats; ++i) {
-    compute_rows<F>(kMaxRows, rows, kStride, weights, kSteps, {weights, 0, false, nullptr}, sums);
-    asm volatile("" : : "r"(sums) : "memory");  // or the compiler sees that nobody reads the sums
-  }
-  return int64_t(repeats) * kMaxRows * kPanel * kSteps * F::kStep;
-}
-
-int64_t multiply_add(int format, int repeats, int has_vnni) {
-  if (format == kInt8) return int8_multiply_add(repeats, has_vnni);
-  // Pairs that are multiplied as floats cannot be faster than those.
-  constexpr bool has_pairs = Bf16Format::kHalves == 1;
-  return format == kBf16 && has_pairs ? multiply_add_of<Bf16Format>(repeats) : multiply_add_of<F32Format>(repeats);
-}
+#define AIOCB_FORMAT(code, name, W, bits, group, scale_bytes, operand) \
+  {bits, group, scale_bytes, operand, W::pack, W::unpack, W::scratch, W::row_bytes, W::multiply_add},
+const WeightFormat formats[] = {AIOCB_FORMATS(AIOCB_FORMAT)};
+#undef AIOCB_FORMAT
 
 }  // namespace
 
 #define AIOCB_STRING_(name) #name
 #define AIOCB_STRING(name) AIOCB_STRING_(name)
 extern const InstructionSet isa;
-const InstructionSet isa = {AIOCB_STRING(AIOCB_ISA), step, attention, pack, linear, linear_scratch, norm, activation,
-                     select, read_memory, multiply_add, paged_write, paged_attend, linear_rows};
+const InstructionSet isa = {AIOCB_STRING(AIOCB_ISA), formats, step, attention, linear, norm, activation, select,
+                            read_memory, paged_write, paged_attend, linear_rows};
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb

@@ -26,6 +26,10 @@ struct Entry {
 #define FIELD(T, name) {#T "." #name, offsetof(T, name)},
 #define STRUCT(T, ...) {#T, sizeof(T)}, EACH(FIELD, T, __VA_ARGS__)
 
+#define FORMAT(code, name, W, bits, group, scale_bytes, operand)                                          \
+  {"format." #name, code}, {"format." #name ".bits", bits}, {"format." #name ".group", group},             \
+  {"format." #name ".scale_bytes", scale_bytes}, {"format." #name ".operand", operand},
+
 constexpr Entry kEntries[] = {
     STRUCT(Config, num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, format,
            activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, num_groups, num_ropes, num_experts,
@@ -39,7 +43,8 @@ constexpr Entry kEntries[] = {
            softcap, pool, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride,
            value_head_stride, slots, starts, lengths, pages, offsets, num_pages, sinks, out)
     STRUCT(Team, parallel, thread, size)
-    {"format.float32", kF32}, {"format.bfloat16", kBf16}, {"format.int8", kInt8},
+    AIOCB_FORMATS(FORMAT)
+    {"operand.float32", kF32Operand}, {"operand.bfloat16", kBf16Operand}, {"operand.int8", kInt8Operand},
     {"activation.silu", kSilu}, {"activation.gelu_tanh", kGeluTanh}, {"activation.gelu", kGeluErf},
     {"activation.relu", kRelu}, {"activation.relu2", kRelu2},
     {"linear.qkv", kQkvSlot}, {"linear.out", kOutSlot}, {"linear.gate_up", kGateUpSlot}, {"linear.down", kDownSlot},
@@ -55,7 +60,7 @@ constexpr Entry kEntries[] = {
     {"mode.choose", kChoose}, {"mode.log_probabilities", kLogProbabilities},
     {"failure.invalid_row", kInvalidRow}, {"failure.empty_row", kEmptyRow},
     {"error.busy", kBusy}, {"error.forked", kForked},
-    {"page_size", kPageSize}, {"int8_group", kInt8Group}, {"error_bytes", kErrorBytes},
+    {"page_size", kPageSize}, {"panel", kPanel}, {"error_bytes", kErrorBytes},
     {nullptr, 0},
 };
 

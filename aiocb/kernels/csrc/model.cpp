@@ -1,7 +1,6 @@
 // Making a model: its shape, weights and cache.
 #include <cstring>
 
-#include "dispatch.h"
 #include "handle.h"
 
 namespace aiocb {
@@ -13,8 +12,7 @@ Handle::Handle(const Config& config, const char* isa, int num_threads) : Executo
   plain.groups = memory.take<Group>(config.num_groups);
   plain.ropes = memory.take<Rope>(config.num_ropes);
   for (int l = 0; l < config.num_layers; ++l) plain.layers[l].rope = -1;
-  int8.pool = pool();
-  int8.has_vnni = has_vnni();
+  quantized.pool = pool();
 }
 
 static Linear* expert_linear(Experts* experts, int slot) {
@@ -96,25 +94,23 @@ void set_linear(Handle* handle, int layer, int slot, const char* const* rows, in
     throw Failure(kBadShape, "linear %ld of %ld columns, depth %ld", slot, columns, args.depth);
   Experts* experts = !is_expert ? nullptr : handle->plain.layers[layer].experts;
   const int common = experts ? experts->format : -1;
-  if (slot >= kExpertSlot && ((common >= 0 && format != common) || (format != kInt8 && format != c.format)))
+  const WeightFormat& kind = handle->weight_format(format);
+  if (!kind.row_bytes && kind.operand != handle->weight_format(c.format).operand)
+    throw Failure(kBadShape, "linear %ld has format %ld, which does not take activations of format %ld", slot, format,
+                  c.format);
+  if (slot >= kExpertSlot && common >= 0 && format != common)
     throw Failure(kBadShape, "linear %ld has format %ld, the layer's experts %ld", slot, format, common);
   if (is_expert && !experts) experts = make_experts(handle);
   Linear* target = is_expert ? expert_linear(experts, slot) : handle->linear(layer, slot);
 
-  const int step = format == kBf16 ? 2 : 1, depth = (args.depth + step - 1) / step * step;
-  Linear linear = *target;
-  const bool is_there = linear.data && linear.format == format && linear.columns == columns && linear.depth == depth;
-  if (!is_there) {
-    linear = handle->make_linear(format, columns, args.depth, bias != nullptr);
-    if (format == kInt8) {
-      handle->quantized.push_back({&handle->int8, nullptr});
-      linear.extra = &handle->quantized.back();
-    }
-  } else if (!bias) {
-    linear.bias = nullptr;
-  } else if (!linear.bias) {
-    linear.bias = handle->memory.take<float>(int64_t(linear.panels) * kPanel);
-  }
+  Linear linear = handle->shape_linear(format, columns, args.depth);
+  if (kind.row_bytes) linear.quantized = &handle->quantized;
+  if (target->data && target->format == format && target->columns == columns && target->depth == linear.depth)
+    linear = *target;
+  else
+    handle->take_weights(&linear);
+  if (!bias) linear.bias = nullptr;
+  if (bias && !linear.bias) handle->take_bias(&linear);
   handle->fill_linear(linear, rows, args, bias);
 
   if (is_expert) {
@@ -123,11 +119,10 @@ void set_linear(Handle* handle, int layer, int slot, const char* const* rows, in
     if (!target->data) --experts->num_missing;
   }
   *target = linear;
-  const int64_t groups = format == kInt8 ? (depth + kInt8Group - 1) / kInt8Group : 0;
-  const int64_t row = groups ? (groups * (kInt8Group + 8) + 63) / 64 * 64 + kRowPad : 0;  // bytes, scales and starts too
-  if (depth > handle->deepest || row > handle->int8.row_stride) {
-    if (depth > handle->deepest) handle->deepest = depth;
-    if (row > handle->int8.row_stride) handle->int8.row_stride = row;
+  if (linear.depth > handle->deepest[format]) {
+    handle->deepest[format] = linear.depth;
+    const int64_t row = kind.row_bytes ? (kind.row_bytes(linear.depth) + 63) / 64 * 64 + kRowPad : 0;
+    if (row > handle->quantized.stride) handle->quantized.stride = row;
     handle->max_tokens = handle->max_outputs = 0;  // buffers are too small now
   }
 }
@@ -139,9 +134,9 @@ void record_inputs(Handle* handle, int layer, int slot, float* squares) {
       record_inputs(handle, layer, kExpertSlot + 2 * e, squares);
     if (!linear->data) return;
   }
-  if (!linear || !linear->data || linear->format != kInt8)
-    throw Failure(kBadShape, "linear %ld of layer %ld is not int8", slot, layer);
-  static_cast<Int8Linear*>(linear->extra)->squares = squares;
+  if (!linear || !linear->data || !linear->quantized)
+    throw Failure(kBadShape, "linear %ld of layer %ld does not quantise its inputs", slot, layer);
+  linear->squares = squares;
 }
 
 int64_t block_bytes(const Handle* handle) {
@@ -207,7 +202,7 @@ AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int slot, const float*
   });
 }
 
-// `rows[c]` is the source row of packed column c (null: zeros); `bias[c]` its bias. For int8, `input_scales`
+// `rows[c]` is the source row of packed column c (null: zeros); `bias[c]` its bias. Where rows are quantised, `input_scales`
 // multiply the weight along k, and `importance` weighs its errors (null: none). The sources can be freed afterwards.
 AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* const* rows, int columns, int depth,
                                int source_format, int format, const float* bias, const float* input_scales,
@@ -219,7 +214,7 @@ AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* 
   });
 }
 
-// From now on, add the squares of what enters an int8 linear to `squares` [depth]; null ends it. The gate_up of a layer
+// From now on, add the squares of what enters a linear that quantises it to `squares` [depth]; null ends it. The gate_up of a layer
 // with experts stands for all of them, which read the same rows.
 AIOCB_API int aiocb_record_inputs(Handle* handle, int layer, int slot, float* squares) {
   return guarded(handle, [&] { record_inputs(handle, layer, slot, squares); });

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "formats.h"
+
 namespace aiocb {
 
 constexpr int kPageSize = 16;     // tokens of one page: the lanes of one vector of keys
@@ -12,12 +14,10 @@ constexpr int kChunkPages = 8;    // softmax works on fixed chunks of 128 keys, 
 constexpr int kPanel = 64;        // columns of one packed weight panel
 constexpr int kMaxHeadDim = 256;
 constexpr int kItemRows = 48;      // rows (tokens x heads of a group) of one unit of attention work
-constexpr int kInt8Group = 32;    // elements along k that share a scale
-constexpr int kInt8OwnRows = 4;   // up to so many rows, every thread quantises for itself
+constexpr int kOwnRows = 4;       // up to so many rows, every thread quantises for itself
 constexpr int kRowPad = 64;       // bytes added to an activation row, so that rows do not share cache sets
 
 // Numbers that Python shares: layout.cpp.
-enum Format : int32_t { kF32 = 0, kBf16 = 1, kInt8 = 2 };
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, kRelu2 = 4 };
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kFullWidth = 2 };
 // From kExpertSlot on: gate_up and down of each expert in turn.
@@ -33,16 +33,27 @@ struct Lane {
   char* scratch;      // its own, kept from region to region
 };
 
-// Packed weights: [panels][k steps][64 columns] of four bytes (two bf16 or one float along k).
+struct Pool;
+struct SelectArgs;
+
+// Where rows of activations are quantised: one place for all linears of a model, which run one after another.
+struct QuantizedRows {
+  char* data;
+  int64_t stride;     // bytes of a row
+  Pool* pool;
+};
+
+// Packed weights [panels] of 64 columns each, as the format wants them.
 struct Linear {
   char* data;
   float* bias;        // [panels * 64], in packed column order, or null
   int32_t format;
   int32_t columns;    // of the output, without padding
-  int32_t depth;      // elements along k, a multiple of the k step
+  int32_t depth;      // elements along k; whole groups where rows are taken as they are
   int32_t panels;
   int64_t panel_bytes;
-  void* extra;        // of the format: the Int8Linear of int8
+  const QuantizedRows* quantized;  // null: rows are taken as they are
+  float* squares;     // [depth] where the squares of the inputs are added up while calibrating, else null
 };
 
 struct Norm {
@@ -139,22 +150,6 @@ struct Buffers {
   int64_t hidden_stride, attended_stride, activated_stride;  // bytes of one activation row
 };
 
-struct Pool;
-struct SelectArgs;
-
-// What int8 linears share: where rows of activations are quantised.
-struct Int8State {
-  char* rows;
-  int64_t row_stride;
-  Pool* pool;
-  int32_t has_vnni;
-};
-
-struct Int8Linear {
-  Int8State* state;
-  float* squares;     // [depth] where the squares of the inputs are added up while calibrating, else null
-};
-
 struct Model {
   Config config;
   Layer* layers;
@@ -170,8 +165,8 @@ struct Model {
 struct PackArgs {
   const char* const* rows;        // [panels * 64] source row of each packed column, null: zeros
   int32_t source_format, depth;
-  const float* input_scales;      // [depth] factors of the weight along k, or null (int8 only)
-  const float* importance;        // [depth] of the channels along k, or null: scales are not searched (int8 only)
+  const float* input_scales;      // [depth] factors of the weight along k, or null (where rows are quantised only)
+  const float* importance;        // [depth] of the channels along k, or null: scales are not searched (ditto)
 };
 
 // One layer's paged attention over torch tensors (generic.h): strides in bytes, rows contiguous along the head dim.
@@ -203,18 +198,16 @@ struct PagedModel {
 // What one instruction set offers; what takes a lane is called by every thread of the pool.
 struct InstructionSet {
   const char* name;
+  const WeightFormat* formats;  // by Format
   void (*step)(const Model* model, const Batch* batch, Lane lane);
   void (*attention)(const Model* model, const Batch* batch, int layer, Lane lane);
-  void (*pack)(const Linear* linear, const PackArgs* args, Lane lane);
   void (*linear)(const Linear* linear, int format, const void* a, int64_t a_stride, int rows, float* out, int64_t out_stride,
                  Lane lane);
-  int64_t (*linear_scratch)(int format, int depth, int rows);  // bytes that a lane needs for it
   void (*norm)(const Norm* norm, int is_layer_norm, float eps, const float* x, int rows, int width, int format,
                char* out, int64_t out_stride);
   void (*activation)(int kind, const float* gate, const float* up, int count, float* out);
   void (*select)(const SelectArgs* args, Pool* pool, Lane lane);
   float (*read_memory)(const char* data, int64_t bytes, Lane lane);
-  int64_t (*multiply_add)(int format, int repeats, int has_vnni);
   void (*paged_write)(const PagedCall* call, Lane lane);
   void (*paged_attend)(const PagedModel* model, Lane lane);
   void (*linear_rows)(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,

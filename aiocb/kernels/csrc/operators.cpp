@@ -46,7 +46,7 @@ void check_tables(const PagedCall& c) {
 }
 
 void attend(Generic* generic, const PagedCall& call) {
-  const int64_t element = call.format == kF32 ? 4 : 2, row_bytes = int64_t(call.num_heads) * call.head_dim * element;
+  const int64_t row_bytes = int64_t(call.num_heads) * call.head_dim * generic->element_bytes(call.format);
   if (call.num_tokens * row_bytes > generic->query_bytes) {
     generic->query_bytes = 0;
     generic->buffers.clear();
@@ -126,12 +126,15 @@ AIOCB_API int aiocb_generic_clear(Generic* generic) {
 AIOCB_API int aiocb_generic_pack(Generic* generic, const char* weight, int64_t stride, int columns, int depth,
                                  int format, const float* bias, int32_t* index) {
   return guarded(generic, [&] {
-    if (columns < 1 || depth < 1 || (format == kBf16 && depth % 2))
+    const WeightFormat& kind = generic->weight_format(format);
+    if (columns < 1 || depth < 1 || kind.row_bytes || depth % kind.group)
       throw Failure(kBadShape, "a weight of %ld x %ld in format %ld cannot be packed", columns, depth, format);
     std::vector<const char*> rows(static_cast<size_t>(columns));
     for (int c = 0; c < columns; ++c) rows[size_t(c)] = weight + c * stride;
     generic->linears.reserve(generic->linears.size() + 1);
-    const Linear linear = generic->make_linear(format, columns, depth, bias != nullptr);
+    Linear linear = generic->shape_linear(format, columns, depth);
+    generic->take_weights(&linear);
+    if (bias) generic->take_bias(&linear);
     generic->fill_linear(linear, rows.data(), {nullptr, format, depth, nullptr, nullptr}, bias);
     *index = int32_t(generic->linears.size());
     generic->linears.push_back(linear);
@@ -144,8 +147,8 @@ AIOCB_API int aiocb_generic_linear(Generic* generic, int index, const char* a, i
     if (index < 0 || index >= int(generic->linears.size())) throw Failure(kBadShape, "no linear %ld", index);
     if (rows < 1) return;
     const Linear& linear = generic->linears[size_t(index)];
-    const int64_t out_stride = int64_t(linear.columns) * (linear.format == kF32 ? 4 : 2);
-    generic->reserve_scratch(generic->isa->linear_scratch(linear.format, linear.depth, rows));
+    const int64_t out_stride = linear.columns * generic->element_bytes(linear.format);
+    generic->reserve_scratch(generic->weight_format(linear.format).scratch(linear.depth, rows));
     generic->parallel([&](Lane lane) {
       generic->isa->linear_rows(&linear, a, a_stride, rows, out, out_stride, lane);
     });

@@ -8,21 +8,6 @@
 namespace aiocb {
 namespace AIOCB_ISA {
 
-// Callers may hand rows whose width is not a multiple of sixteen: the tail is read and written by lane.
-AIOCB_INLINE F16 load_part(const float* p, int count) {
-  if (count >= 16) return load(p);
-  float lanes[16] = {};
-  std::memcpy(lanes, p, size_t(count) * 4);
-  return load(lanes);
-}
-template <class E>
-AIOCB_INLINE void store_part(E* p, F16 value, int count) {
-  if (count >= 16) return store(p, value);
-  E lanes[16];
-  store(lanes, value);
-  std::memcpy(p, lanes, size_t(count) * sizeof(E));
-}
-
 // out = norm(x) * weight + bias; without a weight, a plain copy. `x` and `out` may be the same.
 template <class E>
 AIOCB_INLINE void norm_row(const Norm& norm, bool is_layer_norm, float eps, const float* x, int width, E* out) {

@@ -84,15 +84,16 @@ void Handle::grow(int tokens, int outputs) {
   b.attended = buffers.take(tokens * b.attended_stride);
   b.activated = buffers.take(tokens * b.activated_stride);
   b.output_rows = buffers.take(outputs * b.hidden_stride);
-  if (int8.row_stride) {
-    const int64_t wanted = tokens > outputs ? tokens : outputs, own = threads * kInt8OwnRows;
-    int8.rows = buffers.take((wanted > own ? wanted : own) * int8.row_stride);
+  const int rows = tokens > outputs ? tokens : outputs;
+  if (quantized.stride) {
+    const int64_t own = threads * kOwnRows;
+    quantized.data = buffers.take((rows > own ? rows : own) * quantized.stride);
   }
   if (c.num_experts) {
     const int64_t pairs = int64_t(tokens) * c.num_chosen;
     b.router_stride = (c.num_experts + 1 + 15) / 16 * 16;
     b.expert_places_stride = (c.num_experts + 1 + 2 * pairs + 15) / 16 * 16;
-    b.expert_row_stride = b.hidden_stride > int8.row_stride ? b.hidden_stride : int8.row_stride;
+    b.expert_row_stride = b.hidden_stride > quantized.stride ? b.hidden_stride : quantized.stride;
     b.expert_activated_stride = stride(c.expert_size);
     b.router_scores = buffers.take<float>(tokens * b.router_stride);
     b.expert_weights = buffers.take<float>(pairs);
@@ -104,7 +105,8 @@ void Handle::grow(int tokens, int outputs) {
   }
   b.best_values = buffers.take<float>(threads * outputs);
   b.best_ids = buffers.take<int32_t>(threads * outputs);
-  reserve_scratch(isa->linear_scratch(kBf16, deepest, tokens > outputs ? tokens : outputs));
+  for (int format = 0; format < kNumFormats; ++format)
+    if (deepest[format]) reserve_scratch(isa->formats[format].scratch(deepest[format], rows));
   max_tokens = tokens;
   max_outputs = outputs;
 }

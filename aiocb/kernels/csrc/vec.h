@@ -245,7 +245,23 @@ AIOCB_INLINE F16 erf(F16 x) {
   return select_less(x, zero(), zero() - y, y);
 }
 
-// ---- weight formats -------------------------------------------------------------------------------------------
+// Rows need not be a multiple of sixteen wide: `count` elements are left, all of which may lie behind the end.
+template <class E>
+AIOCB_INLINE F16 load_part(const E* p, int count) {
+  if (count >= 16) return load(p);
+  E lanes[16] = {};
+  if (count > 0) std::memcpy(lanes, p, size_t(count) * sizeof(E));
+  return load(lanes);
+}
+template <class E>
+AIOCB_INLINE void store_part(E* p, F16 value, int count) {
+  if (count >= 16) return store(p, value);
+  E lanes[16];
+  store(lanes, value);
+  std::memcpy(p, lanes, size_t(count) * sizeof(E));
+}
+
+// ---- what activations and cache hold, and weights that are multiplied as floats -------------------------------------------------------------------------------------------
 // A "k step" is four bytes of one row: two bf16 or one float. Packed operands hold sixteen (or a multiple) of them
 // side by side, so that one load serves sixteen outputs and one broadcast serves one row of activations.
 //

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from aiocb.kernels import KernelError
+from aiocb.kernels.formats import WeightFormat
 from aiocb.kernels.generic import GenericKernels
-from aiocb.kernels.interface import FORMATS
 
 __all__ = ["PackedLinears", "packed_bytes", "packed_share"]
-
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 class PackedLinears:
@@ -61,7 +59,7 @@ class PackedLinears:
             if forward is not None:
                 module.__dict__["forward"] = forward
                 self._packed.append(module)
-                self.num_bytes += weight.numel() * weight.element_size()
+                self.num_bytes += _packed_bytes(weight)
 
     def _unpack(self) -> None:
         for module in self._packed:
@@ -69,8 +67,8 @@ class PackedLinears:
         self._packed.clear()
 
     def _pack(self, module: nn.Module, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-        dtype = _DTYPES.get(weight.dtype)
-        if dtype is None or weight.device.type != "cpu" or (bias is not None and bias.dtype != weight.dtype):
+        weight_format = WeightFormat.of(weight.dtype)
+        if weight_format is None or weight.device.type != "cpu" or (bias is not None and bias.dtype != weight.dtype):
             return None
         rows = weight.detach().contiguous()
         biases = None if bias is None else bias.detach().float().contiguous()
@@ -81,7 +79,7 @@ class PackedLinears:
                 depth * rows.element_size(),
                 columns,
                 depth,
-                FORMATS[dtype],
+                weight_format,
                 None if biases is None else biases.data_ptr(),
             )
         except KernelError:
@@ -96,8 +94,12 @@ class PackedLinears:
 
 def packed_bytes(model: nn.Module) -> int:
     """Bytes that the packed weights of a model will take."""
-    weights = (source[0] for module in model.modules() if (source := _source(module)) is not None)
-    return sum(weight.numel() * weight.element_size() for weight in weights if weight.dtype in _DTYPES)
+    return sum(_packed_bytes(source[0]) for module in model.modules() if (source := _source(module)) is not None)
+
+
+def _packed_bytes(weight: Tensor) -> int:
+    weight_format = WeightFormat.of(weight.dtype)
+    return 0 if weight_format is None else weight_format.packed_bytes(*weight.shape)
 
 
 def packed_share(model: nn.Module) -> float:

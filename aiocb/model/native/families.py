@@ -9,7 +9,10 @@ forwards, parametrizations, adapters), because the native step calls no module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.kernels.interface import QK_NORMS
@@ -24,15 +27,16 @@ MAX_HEAD_DIM = 256
 
 
 class Family(NamedTuple):
-    """One architecture of transformers.
+    """One architecture of transformers: a row of families.json.
 
     Attributes:
         class_name: the causal LM class; a subclass may change the forward, so only this one is taken.
         norms: native norm -> attribute of the decoder layer. Absent: that norm does not exist.
         norm_offset: added to a norm's weight (Gemma stores w - 1).
         is_layer_norm: mean and variance instead of the root mean square.
-        mlp: `gated` (gate_proj, up_proj), `fused` (gate_up_proj), `c_fc`, or `dense` (dense_h_to_4h).
-        qkv: `split`, `fused` (qkv_proj: all q, all k, all v) or `interleaved` (per head: q, k, v).
+        mlp: names of gate, up and down; of up and down; or of one for gate and up, and of down.
+        qkv: names of the three; or of one with all q, all k, all v; `query_key_value` has them head by head.
+        out: what the attention's result goes through.
         backbone, attention, mlp_name: attribute names of the decoder, and of a layer's attention and MLP.
         mixture: the class of an MLP that is a mixture of experts; layers may have either.
         has_window: `config.sliding_window` counts (for sliding layers only, where the config has `layer_types`).
@@ -42,53 +46,29 @@ class Family(NamedTuple):
     norms: Mapping[str, str]
     norm_offset: float = 0.0
     is_layer_norm: bool = False
-    mlp: str = "gated"
-    qkv: str = "split"
+    mlp: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+    qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
     backbone: str = "model"
     attention: str = "self_attn"
     mlp_name: str = "mlp"
     mixture: str = ""
     has_window: bool = False
 
+    @property
+    def is_interleaved(self) -> bool:
+        """One projection holds q, k and v of the first head, then of the second."""
+        return "query_key_value" in self.qkv
 
-_PRE = {"input": "input_layernorm", "mlp": "post_attention_layernorm"}
-_POST = {"post_attention": "post_attention_layernorm", "post_mlp": "post_feedforward_layernorm"}
-_SANDWICH = {
-    "input": "input_layernorm",
-    "post_attention": "post_attention_layernorm",
-    "mlp": "pre_feedforward_layernorm",
-    "post_mlp": "post_feedforward_layernorm",
-}
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _PRE),
-    "mistral": Family("MistralForCausalLM", _PRE, has_window=True),
-    "qwen2": Family("Qwen2ForCausalLM", _PRE, has_window=True),
-    "qwen3": Family("Qwen3ForCausalLM", _PRE, has_window=True),
-    "smollm3": Family("SmolLM3ForCausalLM", _PRE, has_window=True),
-    "granite": Family("GraniteForCausalLM", _PRE),
-    "phi3": Family("Phi3ForCausalLM", _PRE, mlp="fused", qkv="fused", has_window=True),
-    "olmo2": Family("Olmo2ForCausalLM", _POST),
-    "gemma": Family("GemmaForCausalLM", _PRE, norm_offset=1.0),
-    "gemma2": Family("Gemma2ForCausalLM", _SANDWICH, norm_offset=1.0, has_window=True),
-    "gemma3_text": Family("Gemma3ForCausalLM", _SANDWICH, norm_offset=1.0, has_window=True),
-    "starcoder2": Family("Starcoder2ForCausalLM", _PRE, is_layer_norm=True, mlp="c_fc", has_window=True),
-    "mixtral": Family("MixtralForCausalLM", _PRE, mixture="MixtralSparseMoeBlock", has_window=True),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", _PRE, mixture="Qwen2MoeSparseMoeBlock", has_window=True),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", _PRE, mixture="Qwen3MoeSparseMoeBlock", has_window=True),
-    "olmoe": Family("OlmoeForCausalLM", _PRE, mixture="OlmoeSparseMoeBlock"),
-    "granitemoe": Family("GraniteMoeForCausalLM", _PRE, mlp_name="block_sparse_moe", mixture="GraniteMoeMoE"),
-    "stablelm": Family("StableLmForCausalLM", _PRE, is_layer_norm=True),
-    "gpt_neox": Family(
-        "GPTNeoXForCausalLM",
-        _PRE,
-        is_layer_norm=True,
-        mlp="dense",
-        qkv="interleaved",
-        backbone="gpt_neox",
-        attention="attention",
-    ),
-}
+@functools.cache
+def _families() -> dict[str, Family]:
+    text = importlib.resources.files(__package__).joinpath("families.json").read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return {
+        model_type: Family(**row | {"norms": table["norms"][row.get("norms", "pre")]})
+        for model_type, row in table["families"].items()
+    }
 
 
 class Projection(NamedTuple):
@@ -182,9 +162,9 @@ def _describe(model: Any) -> ModelDescription:
     from torch import nn
 
     config = model.config
-    family = FAMILIES.get(config.model_type)
-    require(family is not None, f"architecture {config.model_type!r} has no native description")
-    assert family is not None
+    family = _families().get(config.model_type)
+    if family is None:
+        raise Unsupported(f"architecture {config.model_type!r} has no native description")
     require(
         type(model).__name__ == family.class_name and type(model).__module__.startswith("transformers.models."),
         f"{type(model).__name__} is not transformers' {family.class_name}",
@@ -196,9 +176,7 @@ def _describe(model: Any) -> ModelDescription:
     require(all(type(p.data) is torch.Tensor for p in model.parameters()), "weights are no plain tensors")
 
     backbone = getattr(model, family.backbone)
-    heads = config.num_attention_heads
-    kv_heads = (getattr(config, "num_key_value_heads", None) if family.qkv != "interleaved" else None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, kv_heads, head_dim = _heads(config, family)
     require(head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM, f"head dim {head_dim} is not a multiple of 16 up to 256")
     require(config.hidden_size % 2 == 0, "the hidden size is odd")
     require(getattr(config, "clip_qkv", None) is None, "queries, keys and values are clipped")
@@ -214,10 +192,13 @@ def _describe(model: Any) -> ModelDescription:
         "the embedding has fewer rows than the output, or another width than the model",
     )
     require(embedding.max_norm is None, "the embedding renormalises its rows")
-    scale = getattr(embedding, "embed_scale", None)
+    scale: Any = getattr(embedding, "embed_scale", None)
+    if scale is None:
+        scale = getattr(config, "embedding_multiplier", 1.0)
+    else:  # in bf16 transformers multiplies by the rounded one: it is part of the model as it was trained and tested
+        scale = scale.to(embedding.weight.dtype)
     layers = [
-        _layer(config, family, layer, index, heads, kv_heads, head_dim, rope_of_type, qk_norm)
-        for index, layer in enumerate(backbone.layers)
+        _layer(config, family, layer, index, rope_of_type, qk_norm) for index, layer in enumerate(backbone.layers)
     ]
     norms = [module for module in backbone.modules() if "norm" in type(module).__name__.lower()]
     require(len({_epsilon(norm) for norm in norms}) == 1, "norms with different epsilons")
@@ -239,10 +220,7 @@ def _describe(model: Any) -> ModelDescription:
         qk_norm=qk_norm,
         rotary_dim=2 * len(ropes[0][0]) if ropes else 0,
         norm_eps=_epsilon(final),
-        # In bf16 transformers multiplies by the rounded scale: it is part of the model as it was trained and tested.
-        embedding_scale=float(scale.to(embedding.weight.dtype))
-        if scale is not None
-        else float(getattr(config, "embedding_multiplier", 1.0)),
+        embedding_scale=float(scale),
         residual_scale=float(getattr(config, "residual_multiplier", 1.0)),
         logit_scale=1.0 / float(getattr(config, "logits_scaling", 1.0)),
         attention_softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
@@ -256,16 +234,15 @@ def _describe(model: Any) -> ModelDescription:
     )
 
 
+def _heads(config: Any, family: Family) -> tuple[int, int, int]:
+    """H, K and D."""
+    heads = config.num_attention_heads
+    kv_heads = (getattr(config, "num_key_value_heads", None) if not family.is_interleaved else None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 def _layer(
-    config: Any,
-    family: Family,
-    layer: Any,
-    index: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    rope_of_type: dict[str, int],
-    qk_norm: int,
+    config: Any, family: Family, layer: Any, index: int, rope_of_type: dict[str, int], qk_norm: int
 ) -> LayerDescription:
     attention = getattr(layer, family.attention)
     mlp = getattr(layer, family.mlp_name)
@@ -289,8 +266,8 @@ def _layer(
     require(not types or layer_type == "full_attention" or window is not None, "a sliding layer without a window")
     rotates = bool(getattr(attention, "use_rope", True)) and bool(rope_of_type)
     return LayerDescription(
-        qkv=_qkv(family, attention, heads, kv_heads, head_dim),
-        out=_projection(attention.dense if family.qkv == "interleaved" else attention.o_proj),
+        qkv=_qkv(family, attention, *_heads(config, family)),
+        out=_projection(getattr(attention, family.out)),
         gate=gate,
         up=up,
         down=down,
@@ -298,7 +275,7 @@ def _layer(
         vectors=vectors,
         window=window,
         rope=rope_of_type.get(layer_type, rope_of_type.get("", -1)) if rotates else -1,
-        scale=float(getattr(attention, "scaling", head_dim**-0.5)),
+        scale=float(attention.scaling),
     )
 
 
@@ -310,32 +287,27 @@ def _projection(linear: Any) -> Projection:
 
 
 def _qkv(family: Family, attention: Any, heads: int, kv_heads: int, head_dim: int) -> tuple[Projection, ...]:
-    if family.qkv == "fused":
-        return (_projection(attention.qkv_proj),)
-    if family.qkv == "interleaved":  # [heads][q, k, v][D] -> all q, all k, all v
-        fused = _projection(attention.query_key_value)
-        weight = fused.weight.view(heads, 3, head_dim, -1).transpose(0, 1).reshape(3 * heads * head_dim, -1)
-        bias = None if fused.bias is None else fused.bias.view(heads, 3, head_dim).transpose(0, 1).reshape(-1)
-        return (Projection(weight, bias),)
-    parts = tuple(_projection(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj"))
+    parts = tuple(_projection(getattr(attention, name)) for name in family.qkv)
+    if family.is_interleaved:  # [heads][q, k, v][D] -> all q, all k, all v
+        ((weight, bias),) = parts
+        weight = weight.view(heads, 3, head_dim, -1).transpose(0, 1).reshape(3 * heads * head_dim, -1)
+        return (
+            Projection(weight, None if bias is None else bias.view(heads, 3, head_dim).transpose(0, 1).reshape(-1)),
+        )
     expected = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    require([part.weight.shape[0] for part in parts] == expected, "projections do not match the heads of the config")
+    sizes = [part.weight.shape[0] for part in parts]
+    require(sizes in (expected, [sum(expected)]), "projections do not match the heads of the config")
     return parts
 
 
 def _mlp(family: Family, mlp: Any) -> tuple[Projection | None, Projection | None, Projection | None]:
     if mlp is None:
         return None, None, None
-    if family.mlp == "gated":
-        return _projection(mlp.gate_proj), _projection(mlp.up_proj), _projection(mlp.down_proj)
-    if family.mlp == "fused":
-        fused = _projection(mlp.gate_up_proj)
-        half = fused.weight.shape[0] // 2
-        require(fused.bias is None, "a fused MLP with a bias")
-        return Projection(fused.weight[:half], None), Projection(fused.weight[half:], None), _projection(mlp.down_proj)
-    if family.mlp == "c_fc":
-        return None, _projection(mlp.c_fc), _projection(mlp.c_proj)
-    return None, _projection(mlp.dense_h_to_4h), _projection(mlp.dense_4h_to_h)
+    *inner, down = (_projection(getattr(mlp, name)) for name in family.mlp)
+    if family.mlp[0] == "gate_up_proj":
+        require(inner[0].bias is None, "a fused MLP with a bias")
+        inner = [Projection(half, None) for half in inner[0].weight.chunk(2)]
+    return inner[0] if len(inner) == 2 else None, inner[-1], down
 
 
 def _experts(config: Any, block: Any) -> Experts:

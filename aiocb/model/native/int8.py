@@ -11,12 +11,13 @@ Shape legend: T tokens, K depth of a weight.
 
 from __future__ import annotations
 
-from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiocb.kernels import NativeModel
-from aiocb.kernels.interface import PAGE_SIZE, StepArguments
-from aiocb.step import CacheLayout
+from aiocb.model.native.step import NativeStep
+from aiocb.records import Records
+from aiocb.sampling_params import SamplingParams
+from aiocb.step import CacheLayout, OpenedRequest, StepEntry, StepPlan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,12 +95,8 @@ def widths_of(*weights: Tensor) -> npt.NDArray[np.float32]:
 
 def _run(native: NativeModel, tokens: list[int], layout: CacheLayout) -> None:
     count = len(tokens)
-    blocks, first = -(-count // PAGE_SIZE), layout.page_size // PAGE_SIZE  # behind the null block
-    arrays = {
-        "token_ids": array("i", tokens), "rows": array("i", (0,)), "starts": array("i", (0,)),
-        "lengths": array("i", (count,)), "block_starts": array("i", (0,)), "block_counts": array("i", (blocks,)),
-        "new_blocks": array("i", range(first, first + blocks)) * len(layout.groups),
-        "output_rows": array("i", range(count)), "argmax": array("i", bytes(4 * count)),
-    }  # fmt: skip
-    addresses = {name: values.buffer_info()[0] for name, values in arrays.items()}
-    native.step(StepArguments(num_tokens=count, num_sequences=1, num_outputs=count, num_new_blocks=blocks, **addresses))
+    blocks = tuple(range(1, 1 - (-count // layout.page_size)))  # behind the null block
+    entry = StepEntry(0, 0, count, count, False, new_blocks=(blocks,) * len(layout.groups))
+    plan = StepPlan((entry,), count, (OpenedRequest(0, tuple(tokens), count, SamplingParams(), 0),))
+    step = NativeStep(plan.entries, Records().begin(plan), len(layout.groups), layout.page_size, frozenset())
+    native.step(step.arguments(None))

@@ -52,9 +52,9 @@ class NativeRunner(ImmediateRunner):
     ) -> None:
         self.native = native
         self.choices: tuple[Choice, ...] = ()
-        self._layout = layout
-        self._vocab_size = description.vocab_size
-        self._max_model_len = description.max_position_embeddings
+        self.cache_layout = layout
+        self.vocab_size = description.vocab_size
+        self.max_model_len = description.max_position_embeddings
         self._sampler = sampler
         self._module = module
         self._records = Records()  # block tables lie in native memory, by row
@@ -62,23 +62,8 @@ class NativeRunner(ImmediateRunner):
 
     device_type = "cpu"
 
-    @property
-    def cache_layout(self) -> CacheLayout:
-        """The paged cache in native memory."""
-        return self._layout
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the output matrix."""
-        return self._vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        """The model's own number of positions."""
-        return self._max_model_len
-
     def __repr__(self) -> str:
-        groups = "+".join(str(group.num_blocks) for group in self._layout.groups)
+        groups = "+".join(str(group.num_blocks) for group in self.cache_layout.groups)
         return f"<NativeRunner {self.native.instruction_set} [{groups} blocks]>"
 
     def close(self) -> None:
@@ -99,7 +84,7 @@ class NativeRunner(ImmediateRunner):
             KernelError: the plan names an id, a row or a block that does not exist.
         """
         for group, source, target in plan.copies_before:
-            for page in range(pages := self._layout.page_size // PAGE_SIZE):
+            for page in range(pages := self.cache_layout.page_size // PAGE_SIZE):
                 self.native.copy_block(group, source * pages + page, target * pages + page)
         records = self._records.begin(plan)
         if plan.closed:
@@ -123,7 +108,7 @@ class NativeRunner(ImmediateRunner):
     def logits(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> Tensor:
         """Run the step without sampling: writes keys and values; returns logits [N, V]."""
         step = self._step(entries, records, frozenset(range(len(entries))))
-        logits = torch.empty(step.num_logits, self._vocab_size)
+        logits = torch.empty(step.num_logits, self.vocab_size)
         self.native.step(step.arguments(logits.data_ptr()))
         return logits
 
@@ -139,17 +124,17 @@ class NativeRunner(ImmediateRunner):
         if isinstance(description, str):
             raise ConfigError(f"the model was changed into one that the native step cannot run: {description}")
         try:
-            pack_again(self.native, description, self._layout)
+            pack_again(self.native, description, self.cache_layout)
         except KernelError as error:
             raise ConfigError(str(error)) from error
 
     def _step(self, entries: Sequence[StepEntry], records: Sequence[Record], with_logits: Set[int]) -> NativeStep:
-        layout = self._layout
+        layout = self.cache_layout
         return NativeStep(entries, records, len(layout.groups), layout.page_size, with_logits)
 
     def _logits_for(self, rows: int) -> Tensor:
         if self._logits is None or self._logits.shape[0] < rows:
-            self._logits = torch.empty(rows, self._vocab_size, dtype=torch.float32)
+            self._logits = torch.empty(rows, self.vocab_size, dtype=torch.float32)
         return self._logits[:rows]  # [N, V]
 
 

@@ -10,22 +10,13 @@ Legend: N rows that sample, A rows of the step's logits, V vocabulary, W width o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from aiocb.kernels import NativeModel
-from aiocb.kernels.selection import (
-    ARGMAX,
-    CHOOSE,
-    LOG_PROBABILITIES,
-    SKIP,
-    TRUNCATED,
-    WHOLE,
-    SelectArguments,
-)
+from aiocb.kernels.selection import ARGMAX, CHOOSE, LOG_PROBABILITIES, SKIP, TRUNCATED, WHOLE, SelectArguments
 from aiocb.outputs import TokenLogprobs
 from aiocb.sampling.logprobs import token_logprobs
 from aiocb.sampling.sampler import Sampler
@@ -38,24 +29,22 @@ class _Columns(NamedTuple):
     """Parameters as the kernel reads them, [N] each; kept while `of` is the batch's."""
 
     of: SelectionParams
-    kinds: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    log_min_p: Tensor
+    tensors: dict[str, Tensor]
     typical_rows: Tensor
 
     @classmethod
     def build(cls, params: SelectionParams, kinds: Tensor) -> _Columns:
         # The one truncation that stays in torch: it needs the entropy of the whole vocabulary, and is rare.
         typical = (kinds == TRUNCATED) & (params.typical_p != 1.0)
-        kinds = kinds.masked_fill(typical, SKIP)
-        log_min_p = params.min_p.log()
-        return cls(params, kinds, params.temperature, params.top_k, params.top_p, log_min_p, typical.nonzero()[:, 0])
+        tensors = {
+            "kinds": kinds.masked_fill(typical, SKIP), "temperature": params.temperature, "top_k": params.top_k,
+            "top_p": params.top_p, "log_min_p": params.min_p.log(),
+        }  # fmt: skip
+        return cls(params, tensors, typical.nonzero()[:, 0])
 
 
 class NativeSampler(Sampler):
-    """A `Sampler` for logits in this process's memory.
+    """A `Sampler` for logits in this process's memory: float32, contiguous along the vocabulary.
 
     The logits of a step may be changed: it processes them in place when nobody asks for them afterwards.
     """
@@ -71,8 +60,6 @@ class NativeSampler(Sampler):
 
     def select(self, logits: Tensor, params: SelectionParams, uniforms: Tensor | None) -> Tensor:
         """Choose one token id for each row; see `Sampler.select`."""
-        if not _is_plain_memory(logits):
-            return super().select(logits, params, uniforms)
         columns = self._columns
         if columns is None or columns.of is not params:
             kinds = torch.full((len(logits),), ARGMAX, dtype=torch.int32)
@@ -80,22 +67,8 @@ class NativeSampler(Sampler):
             kinds[params.truncated_rows] = TRUNCATED
             columns = self._columns = _Columns.build(params, kinds)
         token_ids = torch.empty(len(logits), dtype=torch.int64)
-        self._native.select(
-            SelectArguments(
-                mode=CHOOSE,
-                num_rows=len(logits),
-                vocab=logits.shape[1],
-                stride=logits.stride(0),
-                logits=logits.data_ptr(),
-                kinds=columns.kinds.data_ptr(),
-                temperature=columns.temperature.data_ptr(),
-                top_k=columns.top_k.data_ptr(),
-                top_p=columns.top_p.data_ptr(),
-                log_min_p=columns.log_min_p.data_ptr(),
-                uniforms=None if uniforms is None else uniforms.data_ptr(),
-                ids=token_ids.data_ptr(),
-            )
-        )
+        numbers = {} if uniforms is None else {"uniforms": uniforms}
+        self._run(CHOOSE, logits, 0, columns.tensors | numbers, ids=token_ids)
         rows = columns.typical_rows
         if len(rows) and uniforms is not None:
             part = params.subset(rows)._replace(truncated_rows=torch.arange(len(rows)))
@@ -106,10 +79,8 @@ class NativeSampler(Sampler):
         self, logits: Tensor, rows: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
     ) -> list[TokenLogprobs]:
         """Look up some rows of the model's logits; see `Sampler.raw_logprobs`."""
-        if not _is_plain_memory(logits):
-            return super().raw_logprobs(logits, rows, token_ids, num_top)
         kinds = torch.full((len(rows),), WHOLE, dtype=torch.int32)
-        return list(self._look_up(logits, rows, kinds, None, token_ids, num_top))
+        return self._look_up(logits, rows, {"kinds": kinds}, token_ids, num_top)
 
     def processed_logprobs(
         self,
@@ -121,22 +92,20 @@ class NativeSampler(Sampler):
         num_top: Sequence[int],
     ) -> list[TokenLogprobs]:
         """Look up some rows of processed logits under what `select` kept of them; see `Sampler.processed_logprobs`."""
-        if not _is_plain_memory(logits):
-            return super().processed_logprobs(logits, rows, params, is_truncated, token_ids, num_top)
-        kinds = torch.where(is_truncated, TRUNCATED, WHOLE).to(torch.int32)
-        columns = _Columns.build(params, kinds)
-        found = self._look_up(logits, rows, columns.kinds, columns, token_ids, num_top)
+        columns = _Columns.build(params, torch.where(is_truncated, TRUNCATED, WHOLE).to(torch.int32))
+        found = self._look_up(logits, rows, columns.tensors, token_ids, num_top)
         typical = columns.typical_rows
         if len(typical):
+            places = typical.tolist()
             rest = super().processed_logprobs(
                 logits,
                 rows[typical],
                 params.subset(typical),
                 is_truncated[typical],
-                [token_ids[at] for at in typical.tolist()],
-                [num_top[at] for at in typical.tolist()],
+                [token_ids[at] for at in places],
+                [num_top[at] for at in places],
             )
-            for at, one in zip(typical.tolist(), rest, strict=True):
+            for at, one in zip(places, rest, strict=True):
                 found[at] = one
         return found
 
@@ -144,54 +113,37 @@ class NativeSampler(Sampler):
         self,
         logits: Tensor,
         rows: Tensor,
-        kinds: Tensor,
-        columns: _Columns | None,
+        columns: dict[str, Tensor],
         token_ids: Sequence[int],
         num_top: Sequence[int],
     ) -> list[TokenLogprobs]:
         """Log-probabilities of one token and of the most likely ones, for each of `rows`."""
         count, width = len(rows), min(max(num_top, default=0), logits.shape[1])
-        tokens = torch.tensor(token_ids, dtype=torch.int64)
-        wanted = torch.tensor(num_top, dtype=torch.int64)
         chosen, ranks = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.int64)
         top_values = torch.zeros(count, width, dtype=torch.float64)
         top_ids = torch.zeros(count, width, dtype=torch.int64)
-        arguments = SelectArguments(
-            mode=LOG_PROBABILITIES,
-            num_rows=count,
-            vocab=logits.shape[1],
-            stride=logits.stride(0),
-            logits=logits.data_ptr(),
-            rows=rows.data_ptr(),
-            kinds=kinds.data_ptr(),
-            tokens=tokens.data_ptr(),
-            num_top=wanted.data_ptr(),
-            width=width,
-            chosen=chosen.data_ptr(),
-            ranks=ranks.data_ptr(),
-            top_values=top_values.data_ptr(),
-            top_ids=top_ids.data_ptr(),
-        )
-        if columns is not None:
-            arguments.temperature = columns.temperature.data_ptr()
-            arguments.top_k = columns.top_k.data_ptr()
-            arguments.top_p = columns.top_p.data_ptr()
-            arguments.log_min_p = columns.log_min_p.data_ptr()
-        self._native.select(arguments)
-        tables = zip(top_ids.tolist(), top_values.tolist(), strict=True) if width else repeat(((), ()), count)
+        self._run(
+            LOG_PROBABILITIES, logits, width, columns, rows=rows, tokens=torch.tensor(token_ids, dtype=torch.int64),
+            num_top=torch.tensor(num_top, dtype=torch.int64), chosen=chosen, ranks=ranks, top_values=top_values,
+            top_ids=top_ids,
+        )  # fmt: skip
         return [
             token_logprobs(token_id, value, rank, list(zip(ids[:size], values[:size], strict=True)))
-            for token_id, value, rank, size, (ids, values) in zip(
-                token_ids, chosen.tolist(), ranks.tolist(), num_top, tables, strict=True
+            for token_id, value, rank, size, ids, values in zip(
+                token_ids, chosen.tolist(), ranks.tolist(), num_top, top_ids.tolist(), top_values.tolist(), strict=True
             )
         ]
 
+    def _run(self, mode: int, logits: Tensor, width: int, columns: dict[str, Tensor], **others: Tensor) -> None:
+        """Call the kernel with the addresses of tensors, by the names that `SelectArguments` has for them."""
+        addresses = {name: values.data_ptr() for name, values in (columns | others).items()}
+        self._native.select(
+            SelectArguments(
+                mode=mode, num_rows=len(columns["kinds"]), vocab=logits.shape[1], stride=logits.stride(0), width=width,
+                logits=logits.data_ptr(), **addresses,
+            )
+        )  # fmt: skip
+
     def _workspace(self, logits: Tensor, is_read_later: bool) -> Tensor:
         """The logits themselves, when nothing reads them after they were processed."""
-        if is_read_later or logits.dtype != torch.float32 or not logits.is_contiguous():
-            return super()._workspace(logits, is_read_later)
-        return logits
-
-
-def _is_plain_memory(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(1) == 1 and len(logits) > 0
+        return super()._workspace(logits, is_read_later) if is_read_later else logits

@@ -22,9 +22,8 @@ class NativeStep:
     Block tables lie in native memory, by the row of a request: a step brings what is new of them.
 
     Attributes:
-        num_outputs: rows that the output matrix is applied to, O.
-        num_logits: rows of them whose logits are written, N.
-        argmax: the largest logit's id (or a `SelectFailure`) of each of them, [O]; filled by the step.
+        num_logits: rows of outputs whose logits are written, N.
+        argmax: the largest logit's id (or a `SelectFailure`) of each output, [O]; filled by the step.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class NativeStep:
             tables = [[block * pages + page for block in table for page in range(pages)] for table in tables]
             block_starts = [start * pages for start in block_starts]
             num_blocks = [count * pages for count in num_blocks]
-        self.num_outputs = len(outputs)
         self.argmax = array("i", bytes(4 * len(outputs)))
         self._num_new_blocks = len(tables[0])
         self._arrays = {
@@ -104,7 +102,7 @@ class NativeStep:
         return StepArguments(
             num_tokens=len(arrays["token_ids"]),
             num_sequences=len(arrays["starts"]),
-            num_outputs=self.num_outputs,
+            num_outputs=len(self.argmax),
             num_new_blocks=self._num_new_blocks,
             logits=logits,
             **{name: values.buffer_info()[0] for name, values in arrays.items()},

@@ -6,10 +6,13 @@ gate and up columns needs no copy on the Python side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from aiocb.attention.base import KVFormat
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.interface import ACTIVATIONS, FORMATS, PAGE_SIZE, ModelConfig
+from aiocb.kernels.formats import FORMATS, PANEL, WeightFormat
+from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig
 from aiocb.model.native.families import Experts, ModelDescription, Projection
 from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
 from aiocb.step import CacheLayout
@@ -59,12 +62,11 @@ def pack_again(native: NativeModel, description: ModelDescription, layout: Cache
 
 
 def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
-    weight_format = _format(d)
     experts = next((layer.experts for layer in d.layers if layer.experts is not None), None)
     is_gated = all(layer.gate is not None or layer.up is None for layer in d.layers)
     return ModelConfig(
         num_layers=len(d.layers), hidden_size=d.hidden_size, num_heads=d.num_heads, num_kv_heads=d.num_kv_heads,
-        head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=weight_format,
+        head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=_format(d).code,
         num_experts=len(experts.router) if experts else 0, num_chosen=experts.num_chosen if experts else 0,
         expert_size=experts.down.shape[2] if experts else 0, is_renormalised=bool(experts and experts.is_renormalised),
         activation=ACTIVATIONS[d.activation], is_gated=is_gated, is_layer_norm=d.is_layer_norm,
@@ -75,14 +77,13 @@ def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
     )  # fmt: skip
 
 
-def _format(d: ModelDescription) -> int:
-    return FORMATS[str(d.embedding.dtype).removeprefix("torch.")]
+def _format(d: ModelDescription) -> WeightFormat:
+    return FORMATS[KVFormat.of(d.embedding.dtype).name]
 
 
 def _pack_all(
     native: NativeModel, d: ModelDescription, layout: CacheLayout, copy_embedding: bool, quantization: str | None = None
 ) -> None:
-    weight_format = _format(d)
     for group, cache in enumerate(layout.groups):
         for position, index in enumerate(cache.layers):
             layer = d.layers[index]
@@ -99,10 +100,10 @@ def _pack_all(
     # A copy also lets go of the file mapping that all weights of a safetensors file share.
     embedding = d.embedding.detach().clone() if copy_embedding else d.embedding.detach().contiguous()
     native.set_embedding(embedding.data_ptr(), embedding)
-    packed_format = weight_format if quantization is None else FORMATS[quantization]
-    _pack_model(native, d, weight_format, packed_format, {})
+    weight_format = _format(d) if quantization is None else FORMATS[quantization]
+    _Packer(native, d, weight_format, {}).pack()
     if quantization is not None:
-        _pack_model(native, d, weight_format, packed_format, _tunings(native, d, layout))
+        _Packer(native, d, weight_format, _tunings(native, d, layout)).pack()
 
 
 _Tunings = dict[tuple[int, str], InputTuning]
@@ -130,146 +131,106 @@ def _tunings(native: NativeModel, d: ModelDescription, layout: CacheLayout) -> _
     return tunings
 
 
-def _pack_model(
-    native: NativeModel, d: ModelDescription, source_format: int, weight_format: int, tunings: _Tunings
-) -> None:
-    packer = _Packer(native, source_format, weight_format, tunings)
-    for index, layer in enumerate(d.layers):
-        packer.vectors(index, layer.vectors)
-        packer.pack(index, "qkv", *layer.qkv)
-        packer.pack(index, "out", layer.out)
-        if layer.down is not None:
-            packer.pack(index, "down", layer.down)
-        if layer.gate is not None and layer.up is not None:
-            packer.pack_gated(index, layer.gate, layer.up)
-        elif layer.up is not None:
-            packer.pack(index, "gate_up", layer.up)
-        if layer.experts is not None:
-            packer.pack_experts(index, layer.experts)
-    packer.vectors(-1, d.final_vectors)
-    packer.pack(-1, "head", d.head)
-
-
 class _Packer:
     """Hands vectors and weights over, changed as int8 wants them."""
 
-    def __init__(self, native: NativeModel, source_format: int, weight_format: int, tunings: _Tunings) -> None:
-        self.native = native
-        self.source_format = source_format
-        self.weight_format = weight_format
-        self.tunings = tunings
+    def __init__(
+        self, native: NativeModel, d: ModelDescription, weight_format: WeightFormat, tunings: _Tunings
+    ) -> None:
+        self._native = native
+        self._description = d
+        self._weight_format = weight_format
+        self._tunings = tunings
 
-    def vectors(self, layer: int, vectors: dict[str, Tensor]) -> None:
+    def pack(self) -> None:
+        """Pack the whole model."""
+        d = self._description
+        for index, layer in enumerate(d.layers):
+            self._set_vectors(index, layer.vectors)
+            self._set(index, "qkv", *layer.qkv)
+            self._set(index, "out", layer.out)
+            if layer.down is not None:
+                self._set(index, "down", layer.down)
+            if layer.up is not None:
+                self._set(index, "gate_up", *(part for part in (layer.gate, layer.up) if part is not None))
+            if layer.experts is not None:
+                self._set_experts(index, layer.experts)
+        self._set_vectors(-1, d.final_vectors)
+        self._set(-1, "head", d.head)
+
+    def _set_vectors(self, layer: int, vectors: dict[str, Tensor]) -> None:
         """Set norms (and sinks); what a weight is multiplied by along its depth, the norm before it is divided by."""
         divisors = {}
         for linear, norm in FEEDING_NORM.items():
-            tuning = self.tunings.get((layer, linear))
-            if tuning is not None and tuning.scales is not None:
-                divisors[norm] = divisors[f"{norm}_bias"] = tuning.scales
+            divisors[norm] = divisors[f"{norm}_bias"] = self._tuning(layer, linear).scales
         for name, values in vectors.items():
-            floats = _floats(values)
-            self.native.set_vector(layer, name, floats / divisors[name] if name in divisors else floats)
+            floats, divisor = _floats(values), divisors.get(name)
+            self._native.set_vector(layer, name, floats if divisor is None else floats / divisor)
 
-    def pack_experts(self, layer: int, experts: Experts) -> None:
+    def _set_experts(self, layer: int, experts: Experts) -> None:
         """Pack a router, with the gate of a shared expert as its last row, and all experts."""
         import torch
 
         router = experts.router if experts.shared_gate is None else torch.cat([experts.router, experts.shared_gate])
-        scales = self.tunings.get((layer, "gate_up"), InputTuning(None, None)).scales
+        scales = self._tuning(layer, "gate_up").scales
         if scales is not None:  # powers of two: exact
             router = router * torch.from_numpy(scales).to(router.dtype)
-        rows = _Rows(Projection(router, None))
-        self._set(layer, "router", rows.addresses, rows.depth, None)
-        half = experts.gate_up.shape[1] // 2
+        self._set(layer, "router", Projection(router, None))
         for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
-            gate, up = Projection(gate_up[:half], None), Projection(gate_up[half:], None)
-            self.pack_gated(layer, gate, up, name="expert_gate_up", expert=expert)
-            rows = _Rows(Projection(down, None))
-            self._set(layer, "expert_down", rows.addresses, rows.depth, None, expert)
+            gate, up = gate_up.chunk(2)
+            self._set(layer, "expert_gate_up", Projection(gate, None), Projection(up, None), expert=expert)
+            self._set(layer, "expert_down", Projection(down, None), expert=expert)
 
-    def pack(self, layer: int, name: str, *projections: Projection) -> None:
-        """Pack the rows of all projections as one matrix."""
-        import numpy as np
-
-        parts = [_Rows(projection) for projection in projections]
-        bias = None
-        if any(part.bias is not None for part in parts):
-            zeros = (np.zeros(len(part.addresses), np.float32) for part in parts)
-            bias = np.concatenate(
-                [zero if part.bias is None else part.bias for part, zero in zip(parts, zeros, strict=True)]
-            )
-        self._set(layer, name, np.concatenate([part.addresses for part in parts]), parts[0].depth, bias)
-
-    def pack_gated(
-        self,
-        layer: int,
-        gate_projection: Projection,
-        up_projection: Projection,
-        *,
-        name: str = "gate_up",
-        expert: int = 0,
-    ) -> None:
-        """A panel is 32 gate and 32 up columns: the product of a pair is formed where both were computed."""
-        import numpy as np
-
-        panels = -(-up_projection.weight.shape[0] // 32)
-        gate, up = _Rows(gate_projection), _Rows(up_projection)
-        rows = np.zeros((panels, 2, 32), np.uint64)
-        biases = np.zeros((panels, 2, 32), np.float32)
-        for side, source in enumerate((gate, up)):
-            rows[:, side] = _padded(source.addresses, panels * 32).reshape(panels, 32)
-            if source.bias is not None:
-                biases[:, side] = _padded(source.bias, panels * 32).reshape(panels, 32)
-        has_bias = gate.bias is not None or up.bias is not None
-        self._set(layer, name, rows.reshape(-1), gate.depth, biases.reshape(-1) if has_bias else None, expert)
-
-    def _set(
-        self,
-        layer: int,
-        name: str,
-        addresses: npt.NDArray[np.uint64],
-        depth: int,
-        bias: npt.NDArray[np.float32] | None,
-        expert: int = 0,
-    ) -> None:
+    def _tuning(self, layer: int, name: str) -> InputTuning:
         source = "gate_up" if name == "expert_gate_up" else name
-        tuning = self.tunings.get((layer, source), InputTuning(None, None))
-        self.native.set_linear(
+        return self._tunings.get((layer, source), InputTuning(None, None))
+
+    def _set(self, layer: int, name: str, *projections: Projection, expert: int = 0) -> None:
+        """Pack the rows of all projections as one matrix: one after the other, or gate and up in turn."""
+        import numpy as np
+
+        weights = [_contiguous_rows(projection.weight) for projection in projections]  # alive until they are packed
+        addresses = [_addresses(weight) for weight in weights]
+        biases = [
+            np.zeros(len(weight), np.float32) if projection.bias is None else _floats(projection.bias)
+            for weight, projection in zip(weights, projections, strict=True)
+        ]
+        join = _alternate if name.endswith("gate_up") and len(projections) == 2 else np.concatenate
+        source_format, tuning = _format(self._description), self._tuning(layer, name)
+        self._native.set_linear(
             layer,
             name,
-            addresses,
-            depth,
-            source_format=self.source_format,
-            weight_format=self.source_format if name == "router" else self.weight_format,
+            join(addresses),
+            weights[0].shape[1],
+            source_format=source_format,
+            weight_format=source_format if name == "router" else self._weight_format,
             expert=expert,
-            bias=bias,
+            bias=None if all(projection.bias is None for projection in projections) else join(biases),
             input_scales=tuning.scales,
             importance=tuning.importance,
         )
 
 
-class _Rows:
-    """The address of every row of a weight; keeps the memory alive while it is packed."""
-
-    def __init__(self, projection: Projection) -> None:
-        import numpy as np
-
-        weight = projection.weight.detach()
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
-        self.weight = weight
-        self.depth = weight.shape[1]
-        stride = weight.stride(0) * weight.element_size()
-        self.addresses = np.uint64(weight.data_ptr()) + np.arange(weight.shape[0], dtype=np.uint64) * np.uint64(stride)
-        self.bias = None if projection.bias is None else _floats(projection.bias)
+def _contiguous_rows(weight: Tensor) -> Tensor:
+    weight = weight.detach()
+    return weight if weight.stride(1) == 1 else weight.contiguous()
 
 
-def _padded(values: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+def _addresses(weight: Tensor) -> npt.NDArray[np.uint64]:
+    """The address of every row."""
     import numpy as np
 
-    result = np.zeros(size, values.dtype)
-    result[: len(values)] = values
-    return result
+    stride = weight.stride(0) * weight.element_size()
+    return np.uint64(weight.data_ptr()) + np.arange(len(weight), dtype=np.uint64) * np.uint64(stride)
+
+
+def _alternate(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Half a panel of each of two in turn: the product of a pair is formed where both were computed."""
+    import numpy as np
+
+    half = PANEL // 2
+    padded = np.pad(np.stack(parts), ((0, 0), (0, -len(parts[0]) % half)))
+    return padded.reshape(2, -1, half).transpose(1, 0, 2).reshape(-1)
 
 
 def _floats(values: Tensor) -> npt.NDArray[np.float32]:
