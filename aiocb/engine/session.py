@@ -233,8 +233,11 @@ class Session(Life):
             line.let_in()
             await self._in_time(future, spec, submitted_at, "no room in the queue")
         except BaseException:
+            had_room = place.is_let_in
             line.leave(place)
             line.let_in()
+            if had_room:  # those who wait in other loops are to look, too
+                self.put((EngineCore.watch_room, bridge))
             raise
         finally:
             intent.withdraw = None

@@ -304,7 +304,7 @@ class KVOracle:
                     raise KVMismatch(f"request {entry.request_id}: no block for position {position} in group {g}")
                 slot = (g, table[page], offset)
                 if any(flight[3].get(slot[:2], entry.request_id) != entry.request_id for flight in self._flights):
-                    raise KVMismatch(f"block {slot[1]} of group {g} is given to another while a plan in flight names it")
+                    raise KVMismatch(f"block {slot[1]} of group {g} is given away while a plan in flight names it")
                 if slot in written:
                     raise KVMismatch(f"slot {slot} is written twice in one step")
                 written.add(slot)

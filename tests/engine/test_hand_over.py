@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from aiocb.engine.bridge import LoopBridge
+from aiocb.engine.bridge import Mailbox
 from aiocb.engine.delivery import Delivery
-from aiocb.engine.room import Room
-from aiocb.engine.slot import Delta
 from aiocb.scheduler.scheduler import Scheduler
 
 from .helpers import running, spin
 
 
-class Box(deque[list[Delta]]):
+class Box(deque[str]):
     """Something is put in right after it was found empty for the given time."""
 
     num_looks = 0
@@ -38,26 +36,15 @@ class Box(deque[list[Delta]]):
         return count
 
 
-class Reader:
-    """As much of a lane as a bridge touches."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def push(self, token_ids: object, text: str, logprobs: object, end: object) -> None:
-        self.texts.append(text)
-
-
 @pytest.mark.parametrize("at", [1, 2])
 async def test_what_is_posted_while_the_loop_finds_nothing_more_wakes_it_again(at: int) -> None:
-    bridge = LoopBridge(asyncio.get_running_loop(), Room(0).open_line(), lambda slot: None)
-    lane: Any = Reader()
-    late = threading.Thread(target=lambda: bridge.post([Delta(lane, (2,), "late", None, None)]))
-    bridge._posted = Box(at, late)
-    bridge.post([Delta(lane, (1,), "first", None, None)])
+    taken: list[str] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), taken.append)
+    mailbox._items = Box(at, threading.Thread(target=mailbox.post, args=("late",)))
+    mailbox.post("first")
     for _ in range(4):
         await asyncio.sleep(0)
-    assert lane.texts == ["first", "late"]
+    assert taken == ["first", "late"]
 
 
 async def test_a_reader_that_catches_up_while_it_is_held_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import aiocb
+from aiocb.engine.bridge import resolve
+from aiocb.engine.room import Line
 from aiocb.testing import assert_quiescent, settle, submitted
 
 from .helpers import ENDLESS, Setup, read_some, running, solo, spin
@@ -423,3 +425,49 @@ async def test_what_is_wrong_is_refused_before_anything_is_registered() -> None:
                     raise AssertionError("it was refused")
         assert setup.engine.stats().request_success == {}
     assert setup.runner.num_steps == 0
+
+
+async def test_room_that_is_given_up_goes_to_another_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was let in and is cancelled before it enters leaves nobody standing who has looked for room meanwhile."""
+    armed, reserved, looked = threading.Event(), threading.Event(), threading.Event()
+    let_in, here_thread = Line.let_in, threading.current_thread()
+
+    def resolve_and_cancel(future: asyncio.Future[Any], value: Any) -> None:
+        resolve(future, value)
+        if armed.is_set() and threading.current_thread() is here_thread:
+            reserved.set()
+            assert looked.wait(10)
+            here.cancel()
+
+    def let_in_second(line: Line) -> None:
+        is_late = armed.is_set() and threading.current_thread() is not here_thread
+        if is_late:
+            assert reserved.wait(10)
+        let_in(line)
+        if is_late:
+            looked.set()
+
+    monkeypatch.setattr("aiocb.engine.session.resolve", resolve_and_cancel)
+    monkeypatch.setattr(Line, "let_in", let_in_second)
+    async with running(is_open=False, config=bounded(1)) as setup:
+        first, second = setup.endless(), setup.endless(max_new_tokens=2)
+        await first.__aenter__()
+        await setup.gate.held()
+        await second.__aenter__()  # fills the queue
+
+        def num_lines() -> int:
+            assert setup.engine._session is not None
+            return sum(line.is_waiting for line in setup.engine._session.room._lines)
+
+        here = asyncio.create_task(setup.engine.generate([1, 2], max_new_tokens=2))
+        await spin(lambda: num_lines() == 1)
+        other = asyncio.create_task(
+            asyncio.to_thread(lambda: asyncio.run(setup.engine.generate([1, 2, 3], max_new_tokens=2)))
+        )
+        await spin(lambda: num_lines() == 2)
+        armed.set()
+        first.close()
+        setup.gate.open()
+        await asyncio.wait([here])
+        assert here.cancelled()
+        assert (await asyncio.wait_for(other, 20)).token_ids == tuple(solo([1, 2, 3], 2))
