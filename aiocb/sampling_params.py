@@ -159,11 +159,12 @@ class SamplingParams:
                 raise InvalidRequest(f"{field!r} was given twice (also through its alias); give it once")
             if field not in _FIELDS:
                 raise InvalidRequest(f"unknown sampling parameter {name!r}; known are: {', '.join(sorted(_FIELDS))}")
-            values[field] = value
-        built = cls(**values) if base is None else dataclasses.replace(base, **values) if values else base
-        held = {name: getattr(built, name) for name in _FIELDS}
-        copies = {name: copy for name, value in held.items() if (copy := _copied(value)) is not value}
-        return dataclasses.replace(built, **copies) if copies else built
+            values[field] = _copied(value)
+        if base is None:
+            return cls(**values)
+        held = {name: getattr(base, name) for name in _FIELDS}
+        values = {name: copy for name, value in held.items() if (copy := _copied(value)) is not value} | values
+        return dataclasses.replace(base, **values) if values else base
 
     @classmethod
     def from_generation_config(cls, config: GenerationConfig) -> SamplingParams:

@@ -42,7 +42,7 @@ _VECTOR_NAMES = (
     "input", "input_bias", "post_attention", "post_attention_bias", "mlp", "mlp_bias", "post_mlp", "post_mlp_bias",
     "q", "k", "sinks", "final", "final_bias",
 )  # fmt: skip
-VECTORS = {name: slot for slot, name in enumerate(_VECTOR_NAMES)}
+VECTORS = {name: number for number, name in enumerate(_VECTOR_NAMES)}
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "portable")
 ERROR_BYTES = 256
 ERRORS = {
@@ -80,7 +80,7 @@ class StepArguments(ctypes.Structure):
         new_blocks: of all sequences one after another, for each group, [groups, B].
         output_rows: rows of the packed tokens that the output matrix is applied to, [O].
         logit_targets: row of `logits` that each of them is written to, or -1, [O]; null: none.
-        logits: [slots, V] float32.
+        logits: [targets, V] float32.
         argmax: the largest logit's id of each output, or a failure, [O]; out.
     """
 

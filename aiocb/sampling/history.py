@@ -13,38 +13,38 @@ __all__ = ["BannedSequences", "NGrams", "TokenCounts"]
 class TokenCounts:
     """The distinct tokens of a growing sequence and how often each occurs; O(1) for a new token."""
 
-    __slots__ = ("_counts", "_ids", "_slots", "_vocab_size")
+    __slots__ = ("_counts", "_ids", "_places", "_vocab_size")
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._slots: dict[int, int] = {}
+        self._places: dict[int, int] = {}
         self._ids: npt.NDArray[np.int64] = np.empty(64, dtype=np.int64)
         self._counts: npt.NDArray[np.float32] = np.empty(64, dtype=np.float32)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Count further tokens; ids outside the vocabulary (placeholders of other modalities) are passed over."""
-        slots = self._slots
+        places = self._places
         for token in tokens:
-            slot = slots.get(token)
-            if slot is not None:
-                self._counts[slot] += 1.0
+            place = places.get(token)
+            if place is not None:
+                self._counts[place] += 1.0
             elif 0 <= token < self._vocab_size:
-                slot = slots[token] = len(slots)
-                if slot == len(self._ids):
+                place = places[token] = len(places)
+                if place == len(self._ids):
                     self._ids = np.concatenate((self._ids, np.empty_like(self._ids)))
                     self._counts = np.concatenate((self._counts, np.empty_like(self._counts)))
-                self._ids[slot] = token
-                self._counts[slot] = 1.0
+                self._ids[place] = token
+                self._counts[place] = 1.0
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
         """Distinct tokens in order of appearance, [U]; a view, valid until the next `extend`."""
-        return self._ids[: len(self._slots)]
+        return self._ids[: len(self._places)]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
         """How often each of `ids` occurs, [U]; a view, valid until the next `extend`."""
-        return self._counts[: len(self._slots)]
+        return self._counts[: len(self._places)]
 
 
 class NGrams:

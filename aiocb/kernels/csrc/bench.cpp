@@ -27,11 +27,11 @@ AIOCB_API int aiocb_attention(Handle* handle, const StepArgs* args, int layer, c
 }
 
 // `a` is in the model's format, rows `a_stride` bytes apart and padded to whole k steps.
-AIOCB_API int aiocb_linear(Handle* handle, int layer, int slot, const char* a, int64_t a_stride, int rows, float* out,
+AIOCB_API int aiocb_linear(Handle* handle, int layer, int name, const char* a, int64_t a_stride, int rows, float* out,
                            int64_t out_stride) {
   return guarded(handle, [&] {
-    const Linear* linear = handle->linear(layer, slot);
-    if (!linear || !linear->data || rows < 1) throw Failure(kBadShape, "no linear %ld in layer %ld", slot, layer);
+    const Linear* linear = handle->linear(layer, name);
+    if (!linear || !linear->data || rows < 1) throw Failure(kBadShape, "no linear %ld in layer %ld", name, layer);
     if (linear->quantized) handle->grow(rows, 1);
     const int format = handle->plain.config.format;
     handle->reserve_scratch(handle->weight_format(linear->format).scratch(linear->depth, rows));
@@ -42,10 +42,10 @@ AIOCB_API int aiocb_linear(Handle* handle, int layer, int slot, const char* a, i
 }
 
 // The weights as they are packed, as floats [columns][depth], in packed order.
-AIOCB_API int aiocb_unpack(Handle* handle, int layer, int slot, float* out) {
+AIOCB_API int aiocb_unpack(Handle* handle, int layer, int name, float* out) {
   return guarded(handle, [&] {
-    const Linear* linear = handle->linear(layer, slot);
-    if (!linear || !linear->data) throw Failure(kBadShape, "no linear %ld in layer %ld", slot, layer);
+    const Linear* linear = handle->linear(layer, name);
+    if (!linear || !linear->data) throw Failure(kBadShape, "no linear %ld in layer %ld", name, layer);
     for (int column = 0; column < linear->columns; ++column)
       handle->weight_format(linear->format).unpack(*linear, column, out + int64_t(column) * linear->depth);
   });

@@ -113,7 +113,7 @@ struct LogitsEpilogue {
   float scale, softcap;
   int columns;
   const float* bias;
-  const int32_t* slots;
+  const int32_t* targets;
   float* logits;
   float* best_values;
   int32_t* best_ids;
@@ -149,8 +149,8 @@ struct LogitsEpilogue {
             break;
           }
       }
-      const int slot = slots ? slots[first + r] : -1;
-      if (slot >= 0) std::memcpy(logits + int64_t(slot) * columns + base, row, size_t(width) * 4);
+      const int target = targets ? targets[first + r] : -1;
+      if (target >= 0) std::memcpy(logits + int64_t(target) * columns + base, row, size_t(width) * 4);
     }
   }
 };

@@ -26,7 +26,7 @@ struct Handle : Executor {
   Handle(const Config& config, const char* isa, int num_threads);
 
   int64_t element() const { return element_bytes(plain.config.format); }
-  Linear* linear(int layer, int slot);       // null: there is none
+  Linear* linear(int layer, int name);       // null: there is none
 
   void settle();                             // throws where a step would read outside of caches and tables
   void complete();                           // throws where a step would miss a weight

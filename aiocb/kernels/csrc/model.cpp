@@ -15,18 +15,18 @@ Handle::Handle(const Config& config, const char* isa, int num_threads) : Executo
   quantized.pool = pool();
 }
 
-static Linear* expert_linear(Experts* experts, int slot) {
-  if (slot == kRouterSlot) return &experts->router;
-  return ((slot - kExpertSlot) % 2 ? experts->down : experts->gate_up) + (slot - kExpertSlot) / 2;
+static Linear* expert_linear(Experts* experts, int name) {
+  if (name == kRouterLinear) return &experts->router;
+  return ((name - kExpertLinear) % 2 ? experts->down : experts->gate_up) + (name - kExpertLinear) / 2;
 }
 
-Linear* Handle::linear(int layer, int slot) {
-  if (slot == kHeadSlot) return &plain.head;
-  if (layer < 0 || layer >= plain.config.num_layers || slot < 0) return nullptr;
+Linear* Handle::linear(int layer, int name) {
+  if (name == kHeadLinear) return &plain.head;
+  if (layer < 0 || layer >= plain.config.num_layers || name < 0) return nullptr;
   Layer& l = plain.layers[layer];
-  Linear* const slots[] = {&l.qkv, &l.out, &l.gate_up, &l.down};
-  if (slot < kHeadSlot) return slots[slot];
-  return l.experts && slot < kExpertSlot + 2 * plain.config.num_experts ? expert_linear(l.experts, slot) : nullptr;
+  Linear* const parts[] = {&l.qkv, &l.out, &l.gate_up, &l.down};
+  if (name < kHeadLinear) return parts[name];
+  return l.experts && name < kExpertLinear + 2 * plain.config.num_experts ? expert_linear(l.experts, name) : nullptr;
 }
 
 namespace {
@@ -48,29 +48,29 @@ void check_config(const Config& c) {
                   c.num_experts, c.expert_size);
 }
 
-float** vector_slot(Handle* handle, int layer, int slot, int* count) {
+float** vector_of(Handle* handle, int layer, int name, int* count) {
   const Config& c = handle->plain.config;
   Norm& last = handle->plain.final_norm;
   *count = c.hidden_size;
-  if (slot == kFinalSlot || slot == kFinalBiasSlot) return slot == kFinalSlot ? &last.weight : &last.bias;
-  if (layer < 0 || layer >= c.num_layers || slot < 0 || slot > kSinksSlot) return nullptr;
+  if (name == kFinalVector || name == kFinalBiasVector) return name == kFinalVector ? &last.weight : &last.bias;
+  if (layer < 0 || layer >= c.num_layers || name < 0 || name > kSinksVector) return nullptr;
   Layer& l = handle->plain.layers[layer];
-  if (slot == kQSlot) *count = c.head_dim * (c.qk_norm == kFullWidth ? c.num_heads : 1);
-  if (slot == kKSlot) *count = c.head_dim * (c.qk_norm == kFullWidth ? c.num_kv_heads : 1);
-  if (slot == kSinksSlot) *count = c.num_heads;
-  float** const slots[] = {&l.input.weight,    &l.input.bias,    &l.post_attention.weight, &l.post_attention.bias,
+  if (name == kQVector) *count = c.head_dim * (c.qk_norm == kFullWidth ? c.num_heads : 1);
+  if (name == kKVector) *count = c.head_dim * (c.qk_norm == kFullWidth ? c.num_kv_heads : 1);
+  if (name == kSinksVector) *count = c.num_heads;
+  float** const parts[] = {&l.input.weight,    &l.input.bias,    &l.post_attention.weight, &l.post_attention.bias,
                            &l.mlp.weight,      &l.mlp.bias,      &l.post_mlp.weight,       &l.post_mlp.bias,
                            &l.q.weight,        &l.k.weight,      &l.sinks};
-  return slots[slot];
+  return parts[name];
 }
 
 // What the step takes for granted of linears that share buffers.
-bool is_right_shape(const Config& c, int slot, int columns, int depth, int format) {
-  if (slot == kDownSlot && depth > c.intermediate_size) return false;
-  if (slot < kRouterSlot) return true;
-  if (slot == kRouterSlot)
+bool is_right_shape(const Config& c, int name, int columns, int depth, int format) {
+  if (name == kDownLinear && depth > c.intermediate_size) return false;
+  if (name < kRouterLinear) return true;
+  if (name == kRouterLinear)
     return (columns == c.num_experts || columns == c.num_experts + 1) && depth == c.hidden_size && format == c.format;
-  if ((slot - kExpertSlot) % 2) return columns == c.hidden_size && depth == c.expert_size;
+  if ((name - kExpertLinear) % 2) return columns == c.hidden_size && depth == c.expert_size;
   return columns == (c.expert_size + kPanel / 2 - 1) / (kPanel / 2) * kPanel && depth == c.hidden_size;
 }
 
@@ -83,25 +83,25 @@ Experts* make_experts(Handle* handle) {
 }
 
 // Everything that can fail comes first: a linear is packed, and its layer a mixture of experts, or both are as before.
-void set_linear(Handle* handle, int layer, int slot, const char* const* rows, int columns, int format,
+void set_linear(Handle* handle, int layer, int name, const char* const* rows, int columns, int format,
                 const PackArgs& args, const float* bias) {
   const Config& c = handle->plain.config;
-  const bool has_layer = layer >= 0 && layer < c.num_layers, is_expert = slot >= kRouterSlot;
+  const bool has_layer = layer >= 0 && layer < c.num_layers, is_expert = name >= kRouterLinear;
   if (is_expert && !(has_layer && c.num_experts)) throw Failure(kBadShape, "no experts in layer %ld", layer);
-  if (slot < 0 || slot >= kExpertSlot + 2 * c.num_experts || !(has_layer || slot == kHeadSlot))
-    throw Failure(kBadShape, "no linear %ld in layer %ld", slot, layer);
-  if (columns < 1 || args.depth < 1 || !is_right_shape(c, slot, columns, args.depth, format))
-    throw Failure(kBadShape, "linear %ld of %ld columns, depth %ld", slot, columns, args.depth);
+  if (name < 0 || name >= kExpertLinear + 2 * c.num_experts || !(has_layer || name == kHeadLinear))
+    throw Failure(kBadShape, "no linear %ld in layer %ld", name, layer);
+  if (columns < 1 || args.depth < 1 || !is_right_shape(c, name, columns, args.depth, format))
+    throw Failure(kBadShape, "linear %ld of %ld columns, depth %ld", name, columns, args.depth);
   Experts* experts = !is_expert ? nullptr : handle->plain.layers[layer].experts;
   const int common = experts ? experts->format : -1;
   const WeightFormat& kind = handle->weight_format(format);
   if (!kind.row_bytes && kind.operand != handle->weight_format(c.format).operand)
-    throw Failure(kBadShape, "linear %ld has format %ld, which does not take activations of format %ld", slot, format,
+    throw Failure(kBadShape, "linear %ld has format %ld, which does not take activations of format %ld", name, format,
                   c.format);
-  if (slot >= kExpertSlot && common >= 0 && format != common)
-    throw Failure(kBadShape, "linear %ld has format %ld, the layer's experts %ld", slot, format, common);
+  if (name >= kExpertLinear && common >= 0 && format != common)
+    throw Failure(kBadShape, "linear %ld has format %ld, the layer's experts %ld", name, format, common);
   if (is_expert && !experts) experts = make_experts(handle);
-  Linear* target = is_expert ? expert_linear(experts, slot) : handle->linear(layer, slot);
+  Linear* target = is_expert ? expert_linear(experts, name) : handle->linear(layer, name);
 
   Linear linear = handle->shape_linear(format, columns, args.depth);
   if (kind.row_bytes) linear.quantized = &handle->quantized;
@@ -115,7 +115,7 @@ void set_linear(Handle* handle, int layer, int slot, const char* const* rows, in
 
   if (is_expert) {
     handle->plain.layers[layer].experts = experts;
-    if (slot >= kExpertSlot) experts->format = format;
+    if (name >= kExpertLinear) experts->format = format;
     if (!target->data) --experts->num_missing;
   }
   *target = linear;
@@ -127,15 +127,15 @@ void set_linear(Handle* handle, int layer, int slot, const char* const* rows, in
   }
 }
 
-void record_inputs(Handle* handle, int layer, int slot, float* squares) {
-  Linear* linear = handle->linear(layer, slot);
-  if (linear && slot == kGateUpSlot && handle->plain.layers[layer].experts) {
+void record_inputs(Handle* handle, int layer, int name, float* squares) {
+  Linear* linear = handle->linear(layer, name);
+  if (linear && name == kGateUpLinear && handle->plain.layers[layer].experts) {
     for (int e = 0; e < handle->plain.config.num_experts; ++e)
-      record_inputs(handle, layer, kExpertSlot + 2 * e, squares);
+      record_inputs(handle, layer, kExpertLinear + 2 * e, squares);
     if (!linear->data) return;
   }
   if (!linear || !linear->data || !linear->quantized)
-    throw Failure(kBadShape, "linear %ld of layer %ld does not quantise its inputs", slot, layer);
+    throw Failure(kBadShape, "linear %ld of layer %ld does not quantise its inputs", name, layer);
   linear->squares = squares;
 }
 
@@ -189,13 +189,13 @@ AIOCB_API int aiocb_set_rope(Handle* handle, int rope, const float* inverse_freq
   });
 }
 
-AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int slot, const float* values, int count) {
+AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int name, const float* values, int count) {
   return guarded(handle, [&] {
     int wanted = 0;
-    float** target = vector_slot(handle, layer, slot, &wanted);
-    if (!target) throw Failure(kBadShape, "no vector %ld in layer %ld", slot, layer);
+    float** target = vector_of(handle, layer, name, &wanted);
+    if (!target) throw Failure(kBadShape, "no vector %ld in layer %ld", name, layer);
     if (count != wanted)
-      throw Failure(kBadShape, "vector %ld of layer %ld has %ld values, not %ld", slot, layer, wanted, count);
+      throw Failure(kBadShape, "vector %ld of layer %ld has %ld values, not %ld", name, layer, wanted, count);
     float* copy = *target ? *target : handle->memory.take<float>(count);
     std::memcpy(copy, values, size_t(count) * 4);
     *target = copy;
@@ -204,20 +204,20 @@ AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int slot, const float*
 
 // `rows[c]` is the source row of packed column c (null: zeros); `bias[c]` its bias. Where rows are quantised, `input_scales`
 // multiply the weight along k, and `importance` weighs its errors (null: none). The sources can be freed afterwards.
-AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int slot, const char* const* rows, int columns, int depth,
+AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int name, const char* const* rows, int columns, int depth,
                                int source_format, int format, const float* bias, const float* input_scales,
                                const float* importance) {
   return guarded(handle, [&] {
     handle->is_complete = false;
-    set_linear(handle, layer, slot, rows, columns, format, {nullptr, source_format, depth, input_scales, importance},
+    set_linear(handle, layer, name, rows, columns, format, {nullptr, source_format, depth, input_scales, importance},
                bias);
   });
 }
 
 // From now on, add the squares of what enters a linear that quantises it to `squares` [depth]; null ends it. The gate_up of a layer
 // with experts stands for all of them, which read the same rows.
-AIOCB_API int aiocb_record_inputs(Handle* handle, int layer, int slot, float* squares) {
-  return guarded(handle, [&] { record_inputs(handle, layer, slot, squares); });
+AIOCB_API int aiocb_record_inputs(Handle* handle, int layer, int name, float* squares) {
+  return guarded(handle, [&] { record_inputs(handle, layer, name, squares); });
 }
 
 AIOCB_API int aiocb_set_embedding(Handle* handle, const char* rows) {

@@ -20,11 +20,11 @@ constexpr int kRowPad = 64;       // bytes added to an activation row, so that r
 // Numbers that Python shares: layout.cpp.
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, kRelu2 = 4 };
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kFullWidth = 2 };
-// From kExpertSlot on: gate_up and down of each expert in turn.
-enum LinearSlot : int32_t { kQkvSlot, kOutSlot, kGateUpSlot, kDownSlot, kHeadSlot, kRouterSlot, kExpertSlot };
-enum VectorSlot : int32_t {
-  kInputSlot, kInputBiasSlot, kPostAttentionSlot, kPostAttentionBiasSlot, kMlpSlot, kMlpBiasSlot, kPostMlpSlot,
-  kPostMlpBiasSlot, kQSlot, kKSlot, kSinksSlot, kFinalSlot, kFinalBiasSlot
+// From kExpertLinear on: gate_up and down of each expert in turn.
+enum LinearName : int32_t { kQkvLinear, kOutLinear, kGateUpLinear, kDownLinear, kHeadLinear, kRouterLinear, kExpertLinear };
+enum VectorName : int32_t {
+  kInputVector, kInputBiasVector, kPostAttentionVector, kPostAttentionBiasVector, kMlpVector, kMlpBiasVector, kPostMlpVector,
+  kPostMlpBiasVector, kQVector, kKVector, kSinksVector, kFinalVector, kFinalBiasVector
 };
 
 // One thread of a parallel region.

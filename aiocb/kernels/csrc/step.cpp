@@ -28,9 +28,9 @@ void Handle::settle() {
 void Handle::complete() {
   if (is_complete) return;
   const Config& c = plain.config;
-  auto need = [](const Linear& linear, int columns, int depth, int layer, int slot) {
+  auto need = [](const Linear& linear, int columns, int depth, int layer, int name) {
     if (!linear.data || linear.columns != columns || linear.depth < depth || linear.depth > depth + 1)
-      throw Failure(kBadShape, "layer %ld: linear %ld is %ld x %ld, the step needs %ld x %ld", layer, slot,
+      throw Failure(kBadShape, "layer %ld: linear %ld is %ld x %ld, the step needs %ld x %ld", layer, name,
                     linear.columns, linear.depth, columns, depth);
   };
   for (int l = 0; l < c.num_layers; ++l) {
@@ -42,20 +42,20 @@ void Handle::complete() {
       if ((layer.down.data != nullptr) != (layer.experts->router.columns > c.num_experts))
         throw Failure(kBadShape, "layer %ld: a shared expert without a gate, or a gate without one", l);
     }
-    need(layer.qkv, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, l, kQkvSlot);
-    need(layer.out, c.hidden_size, c.num_heads * c.head_dim, l, kOutSlot);
+    need(layer.qkv, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, l, kQkvLinear);
+    need(layer.out, c.hidden_size, c.num_heads * c.head_dim, l, kOutLinear);
     if (!layer.experts || layer.down.data) {
-      need(layer.down, c.hidden_size, layer.down.depth, l, kDownSlot);
-      need(layer.gate_up, layer.gate_up.columns, c.hidden_size, l, kGateUpSlot);
+      need(layer.down, c.hidden_size, layer.down.depth, l, kDownLinear);
+      need(layer.gate_up, layer.gate_up.columns, c.hidden_size, l, kGateUpLinear);
       if (layer.gate_up.panels * (c.is_gated ? kPanel / 2 : kPanel) < layer.down.depth)
         throw Failure(kBadShape, "layer %ld: %ld columns make less than the %ld inputs of linear %ld", l,
-                      layer.gate_up.columns, layer.down.depth, kDownSlot);
+                      layer.gate_up.columns, layer.down.depth, kDownLinear);
     }
     if ((layer.rope >= 0 && !plain.ropes[layer.rope].inverse_frequencies) ||
         (c.qk_norm && !(layer.q.weight && layer.k.weight)))
       throw Failure(kBadShape, "layer %ld lacks its rope or the norms of its heads", l);
   }
-  need(plain.head, c.vocab_size, c.hidden_size, -1, kHeadSlot);
+  need(plain.head, c.vocab_size, c.hidden_size, -1, kHeadLinear);
   if (!plain.embedding) throw Failure(kBadShape, "there is no embedding");
   is_complete = true;
 }
