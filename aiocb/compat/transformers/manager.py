@@ -14,7 +14,7 @@ from aiocb.compat.transformers.lifecycle import Lifecycle
 from aiocb.compat.transformers.parameters import LogitProcessors, Parameters, Scope, request_sampling
 from aiocb.compat.transformers.results import GenerationOutput, RequestQueueFull, StoppedError
 from aiocb.compat.transformers.router import Callback, Reply
-from aiocb.compat.transformers.session import Ticket
+from aiocb.compat.transformers.session import ThreadSession, Ticket
 from aiocb.engine.source import LoadedSource
 from aiocb.errors import InvalidRequest, show_value
 from aiocb.sampling_params import MAX_SAMPLES
@@ -134,8 +134,8 @@ class ContinuousBatchingManager:
 
     def describe(self) -> list[Choice]:
         """What was decided at start, and why; empty before the manager has run. The start logs it, at INFO."""
-        last = self._life.last
-        return [] if last is None else list(last.choices)
+        session = self._session
+        return [] if session is None else list(session.choices)
 
     def warmup(self) -> None:
         """Build everything now, so that `start` returns at once. Nothing runs before `start`.
@@ -367,6 +367,10 @@ class ContinuousBatchingManager:
         self._router.set_handler(request_id, callback, asyncio.get_running_loop())
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _session(self) -> ThreadSession | None:
+        return self._life.last
 
     def _current(self) -> Parameters:
         """What the config says now; its number of samples counts if that is what has changed."""
