@@ -156,14 +156,19 @@ async def chat(websocket: WebSocket) -> None:
     try:
         async with asyncio.TaskGroup() as group:  # leaving it ends the answer that is being given
             while True:
-                received = await websocket.receive_json()
-                if received.get("stop"):
+                try:
+                    received = await websocket.receive_json()
+                    is_stop, content = received.get("stop"), received.get("content")
+                except (ValueError, AttributeError):  # no JSON, or no object
+                    await websocket.send_json({"error": 'send {"content": "a text"} or {"stop": true}'})
+                    continue
+                if is_stop:
                     if current is not None:
                         current.finish()
                 elif current is not None:
                     await websocket.send_json({"error": "one question at a time"})
                 else:
-                    messages.append({"role": "user", "content": received["content"]})
+                    messages.append({"role": "user", "content": content})
                     current = engine.stream(messages, temperature=0.7, max_new_tokens=256, on_full="refuse")
                     group.create_task(speak(current))
     except* WebSocketDisconnect:

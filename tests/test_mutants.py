@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 PATCHES = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
 

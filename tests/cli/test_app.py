@@ -13,6 +13,8 @@ from aiocb.errors import ConfigError
 
 from .conftest import FAKE, REAL, Spawn, run_plain, without_build
 
+pytestmark = pytest.mark.slow
+
 
 def test_version_and_help() -> None:
     assert run_plain([*REAL, "--version"]).stdout == f"aiocb {__version__}\n"

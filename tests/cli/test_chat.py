@@ -12,6 +12,8 @@ import pytest
 
 from .conftest import CTRL_C, CTRL_D, FAKE, READY, REAL, Spawn, Terminal, environment, run_plain
 
+pytestmark = pytest.mark.slow
+
 PASTE = "\x1b[200~{}\x1b[201~"
 UP = "\x1b[A"
 NOTE = r"\[\d+ tokens, \d+ tok/s, first after \d+\.\d\d s\]"

@@ -11,6 +11,8 @@ from aiocb.cli.run import Column, summarize
 
 from .conftest import CTRL_C, FAKE, REAL, Spawn, run_plain, without_build
 
+pytestmark = pytest.mark.slow
+
 SUMMARY = r"{} prompts?, \d+ tokens in \d+\.\d\d s \| \d+ tok/s \| first token after \d+\.\d\d s"
 
 

@@ -272,3 +272,13 @@ class TestAutoClasses:
         AutoModelForCausalLM.register(MineConfig, Mine)
         model = AutoModelForCausalLM.from_config(MineConfig(**TINY))
         assert type(model) is Mine and vars(model)["generate_batch"].__func__ is generate_batch
+
+
+def test_a_model_of_an_auto_class_runs_in_the_native_kernels() -> None:
+    """Its methods are ours, and its forward is what it was."""
+    model = AutoModelForCausalLM.from_config(transformers.LlamaConfig(**TINY | {"hidden_size": 32})).eval()
+    manager = model.init_continuous_batching(generation(max_new_tokens=2))
+    manager.start()
+    manager.stop(block=True)
+    (runner,) = (choice for choice in manager.describe() if choice.name == "runner")
+    assert runner.value == "native", runner

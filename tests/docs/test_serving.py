@@ -237,6 +237,25 @@ def test_a_stop_button_and_a_question_too_many() -> None:
         assert last["finish_reason"] in ("cancelled", "stop")
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("no json", "send {"),
+        ("[]", "send {"),
+        ('"stop"', "send {"),
+        ("{}", "has no content"),
+        ('{"content": 1}', "must be a text"),
+    ],
+)
+def test_a_websocket_message_that_is_none_is_answered(text: str, error: str) -> None:
+    engine = fake_engine(reply="fine")
+    with TestClient(server(engine).app) as client, client.websocket_connect("/chat") as websocket:
+        websocket.send_text(text)
+        assert error in websocket.receive_json()["error"]
+        websocket.send_json({"content": "Hi"})
+        assert read_answer(websocket) == "fine"
+
+
 def test_a_websocket_that_closes_frees_its_place() -> None:
     gate = Gate()
     engine = fake_engine(reply="a" * 200, gate=gate)

@@ -13,6 +13,8 @@ import aiocb
 from aiocb.testing import assert_quiescent
 from tests.model.helpers import tiny
 
+pytestmark = pytest.mark.slow
+
 KINDS = [
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite",
     "cohere2", "gpt_neox", "opt", "gpt_oss", "starcoder2", "stablelm", "smollm3",

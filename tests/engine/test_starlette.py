@@ -17,6 +17,8 @@ from aiocb.testing import assert_quiescent
 
 from .helpers import ENDLESS, Setup, running, solo, spin
 
+pytestmark = pytest.mark.slow
+
 Message = MutableMapping[str, Any]
 Body = Callable[[Setup], AsyncIterator[str]]
 

@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import aiocb
 from aiocb.sampling_params import _ALIASES
+
+pytestmark = pytest.mark.slow
 
 RIGHT = """
 import aiocb

@@ -12,6 +12,8 @@ from aiocb.step import BlockCopy, StepPlan
 from tests.kernels.helpers import MiniScheduler, Request
 from tests.kernels.test_families import make, prompts_of, runner_of
 
+pytestmark = pytest.mark.slow
+
 
 class Recorder(MiniScheduler):
     """Keeps the logits of every sampled row: equal tokens would hide a difference in the last bit."""

@@ -10,6 +10,8 @@ import pytest
 
 from aiocb.kernels import Library
 
+pytestmark = pytest.mark.slow
+
 PRELUDE = """
 import os, resource, threading
 import numpy as np

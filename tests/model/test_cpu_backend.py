@@ -20,6 +20,8 @@ from tests.steps import CallbackSampler, Work, described, execute
 
 from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, open_module, prompt, tiny
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW = 10
 LENGTHS = (5, 19, 35, 7)
 MODELS = ("mixtral", "gpt_oss", "cohere2", "phi", "opt", "gpt_neox", "gemma2", "gpt2", "mistral")

@@ -10,6 +10,8 @@ from aiocb.model.eager.runner import TorchRunner
 
 from .helpers import MODELS, ManualScheduler, argmax_sampler, generate, prompt, tiny
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW = 10
 LENGTHS = (5, 19, 30, 7)
 

@@ -286,6 +286,11 @@ class TestNames:
             load(name)
         assert "\n" not in str(caught.value)
 
+    @pytest.mark.parametrize("name", ["./nope", "../nope", "/nope/nope", "~/nope"])
+    def test_a_folder_that_is_not_there(self, name: str) -> None:
+        with pytest.raises(ConfigError, match="there is no such folder"):
+            load(name, device="cpu")
+
     def test_missing_weights(self, tmp_path: Path) -> None:
         tiny("llama").config.save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="cannot load") as caught:

@@ -28,6 +28,8 @@ from aiocb.sampling_params import ModelDefaults
 from .gguf_files import HEADS, HIDDEN, write_gguf
 from .helpers import tiny
 
+pytestmark = pytest.mark.slow
+
 CONFIG = aiocb.EngineConfig(num_blocks=64, num_threads=1)
 QWEN2_MOE = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 

@@ -24,6 +24,8 @@ from aiocb.model.native.families import describe
 
 from .helpers import ManualScheduler, argmax_sampler, generate, prompt, tiny
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (5, 19, 7)
 NUM_NEW = 8
 

