@@ -32,8 +32,12 @@ async def chat(websocket: WebSocket) -> None:
     history: list[dict[str, str]] = []
     with contextlib.suppress(WebSocketDisconnect):
         while True:
-            message = await websocket.receive_json()
-            history.append({"role": "user", "content": message["content"]})
+            try:
+                content = (await websocket.receive_json()).get("content")
+            except (ValueError, AttributeError):  # no JSON, or no object
+                await websocket.send_json({"error": 'send {"content": "a text"}'})
+                continue
+            history.append({"role": "user", "content": content})
             answer = []
             try:
                 # Leaving this block for any reason, a disconnect included, frees the place.
