@@ -36,15 +36,16 @@ class Line:
 
     Attributes:
         num_entered: requests that were handed to the worker, so far.
+        num_reserved: requests that were let in from the line and have not entered yet.
     """
 
-    __slots__ = ("_num_reserved", "_places", "_room", "num_entered")
+    __slots__ = ("_places", "_room", "num_entered", "num_reserved")
 
     def __init__(self, room: Room) -> None:
         self._room = room
         self._places: deque[Place] = deque()
         self.num_entered = 0
-        self._num_reserved = 0  # for those that were let in from the line and have not entered yet
+        self.num_reserved = 0
 
     @property
     def is_waiting(self) -> bool:
@@ -54,7 +55,7 @@ class Line:
     @property
     def num_taken(self) -> int:
         """Places of the queue that were taken from here, so far."""
-        return self.num_entered + self._num_reserved
+        return self.num_entered + self.num_reserved
 
     def can_enter(self, count: int) -> bool:
         """True when `count` requests may enter without standing in line."""
@@ -75,14 +76,14 @@ class Line:
         while self._places and self._room.has_room(self._places[0].count):
             place = self._places.popleft()
             place.is_let_in = True
-            self._num_reserved += place.count
+            self.num_reserved += place.count
             place.let_in()
 
     def leave(self, place: Place) -> None:
         """Give up a place: before it was let in, or after, because its holder enters or does not come any more."""
         if place.is_let_in:
             place.is_let_in = False
-            self._num_reserved -= place.count
+            self.num_reserved -= place.count
         elif place in self._places:
             self._places.remove(place)
 
@@ -127,6 +128,11 @@ class Room:
             return True
         num_taken = self._num_gone + sum(line.num_taken for line in tuple(self._lines))
         return num_taken - self.num_left + count <= self.limit
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True while somebody stands in line, or was let in and has not entered yet (any thread)."""
+        return any(line.is_waiting or line.num_reserved for line in tuple(self._lines))
 
     def check(self, count: int) -> None:
         """Refuse what could never enter.

@@ -21,6 +21,7 @@ from aiocb.engine.encoder import Encoder
 from aiocb.engine.life import Life
 from aiocb.engine.output import Submission
 from aiocb.engine.prepare import Prepared, StreamSpec, prepare
+from aiocb.engine.room import Place
 from aiocb.engine.slot import End, Lane, Slot
 from aiocb.errors import QueueFull, RequestTimeout
 from aiocb.outputs import FinishReason, RequestMetrics, Usage
@@ -114,12 +115,15 @@ class Session(Life):
             return  # its thread belongs to another process, which will end it
         try:
             if worker.state in ("running", "draining") and drain != 0:
-                drained = Signal()
                 worker.drain(lambda: None)
                 with anyio.move_on_after(drain):
-                    await self.encoder.submit(int)  # what has begun before is on its way to the worker then
-                    worker.drain(drained.set)
-                    await drained.wait()
+                    await self.encoder.submit(int)  # what has begun before is in line, or with the worker, then
+                    is_left = True
+                    while is_left:
+                        drained = Signal()
+                        worker.drain(drained.set)
+                        await drained.wait()
+                        is_left = self.room.is_waited_for
         finally:
             worker.stop()
             # Bounded by one step: shielded, so that a cancelled scope still leaves no thread behind. Not so a model
@@ -172,12 +176,21 @@ class Session(Life):
             intent.abandon = None
         if isinstance(prepared, Exception):
             raise prepared
-        num_lanes = prepared.sampling.n
+        place = None
         if self.config.max_queue_size and not intent.is_finishing:
-            await self._wait_for_room(bridge, spec, intent, num_lanes, submitted_at)
-        if self.worker.is_stopping or self.worker.state != "draining":  # what began before it drained is let in
-            self.raise_if_unusable()
-        # ── from here on: no await ──
+            place = await self._wait_for_room(bridge, spec, intent, prepared.sampling.n, submitted_at)
+        try:
+            self._raise_if_refusing()
+            return self._hand_over(bridge, spec, prepared, intent, submitted_at)
+        finally:
+            if place is not None:  # only now: whoever drains is to find it here or in the inbox
+                bridge.line.leave(place)
+
+    def _hand_over(
+        self, bridge: LoopBridge, spec: StreamSpec, prepared: Prepared, intent: Intent, submitted_at: float
+    ) -> Submitted:
+        """Register a stream and let the worker have it; nothing is awaited."""
+        num_lanes = prepared.sampling.n
         slot = Slot(spec.request_id, bridge, num_lanes)
         lanes = slot.make_lanes()
         bridge.register(lanes)
@@ -212,12 +225,15 @@ class Session(Life):
 
     async def _wait_for_room(
         self, bridge: LoopBridge, spec: StreamSpec, intent: Intent, count: int, submitted_at: float
-    ) -> None:
-        """Return when the queue has room for `count` requests, which are to enter before anything is awaited."""
+    ) -> Place | None:
+        """Return when the queue has room for `count` requests, which are to enter before anything is awaited.
+
+        The place that is returned keeps the room until it is left.
+        """
         self.room.check(count)
         line = bridge.line
         if line.can_enter(count):
-            return
+            return None
         if spec.on_full == "refuse":
             raise QueueFull(f"the queue is full ({self.room.limit} requests wait); try later or pass on_full='wait'")
         future: asyncio.Future[None] = bridge.loop.create_future()
@@ -229,7 +245,7 @@ class Session(Life):
             # reads `is_waiting_for_room` after it made room, so look again.
             self.put((EngineCore.watch_room, bridge))
             # Whoever ends the worker after this line finds the future in line and fails it.
-            self.raise_if_unusable()
+            self._raise_if_refusing()
             line.let_in()
             await self._in_time(future, spec, submitted_at, "no room in the queue")
         except BaseException:
@@ -242,7 +258,13 @@ class Session(Life):
         finally:
             intent.withdraw = None
             bridge.waiters.discard(future)
-        line.leave(place)
+        return place
+
+    def _raise_if_refusing(self) -> None:
+        """Refuse what cannot be served any more; what began before the engine drained is let in."""
+        worker = self.worker
+        if worker.is_stopping or not worker.is_draining:
+            self.raise_if_unusable()
 
     async def _in_time(self, future: asyncio.Future[T], spec: StreamSpec, submitted_at: float, failure: str) -> T:
         """Wait for a future as long as the time before the first step allows."""

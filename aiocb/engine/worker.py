@@ -61,7 +61,7 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._make_stop_error: Callable[[], Exception] = _closed
         self._drain_listeners: deque[Callable[[], None]] = deque()
-        self._is_draining = False
+        self.is_draining = False
         self._state: EngineState = "created"
         self.is_stopping = False
         self.core: EngineCore | None = None
@@ -114,7 +114,7 @@ class Worker:
 
     def drain(self, on_drained: Callable[[], None]) -> None:
         """Finish what was submitted; `on_drained` is called in the thread when nothing is left."""
-        self._is_draining = True
+        self.is_draining = True
         self._drain_listeners.append(on_drained)
         if self._state in ("dead", "closed"):
             self._notify_drained()
@@ -132,7 +132,7 @@ class Worker:
     def state(self) -> EngineState:
         """Where the worker is in its life. Derived: draining is a running worker that was told to drain."""
         state = self._state
-        return "draining" if state == "running" and self._is_draining else state
+        return "draining" if state == "running" and self.is_draining else state
 
     @property
     def is_alive(self) -> bool:

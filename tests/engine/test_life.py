@@ -415,6 +415,23 @@ async def test_draining_finishes_what_runs_and_accepts_nothing() -> None:
         assert state_of(engine) == "closed"
 
 
+@pytest.mark.parametrize("is_begun_only", [False, True])
+async def test_draining_lets_in_all_that_had_begun_however_full_the_queue(is_begun_only: bool) -> None:
+    config = aiocb.EngineConfig(max_queue_size=1, max_requests_per_batch=1, debug_checks=True)
+    async with running(is_open=False, config=config) as setup:
+        tasks = [asyncio.create_task(setup.engine.generate([index], max_new_tokens=2)) for index in range(6)]
+        await asyncio.sleep(0)  # each has begun, and is being prepared
+        if not is_begun_only:
+            session = setup.engine._session
+            assert session is not None
+            await spin(lambda: sum(len(line._places) for line in session.room._lines) == 4)
+        closing = asyncio.create_task(setup.engine.aclose(drain=None))
+        await asyncio.sleep(0)
+        setup.gate.open()
+        assert [list((await task).token_ids) for task in tasks] == [solo([index], 2) for index in range(6)]
+        await closing
+
+
 async def test_draining_has_a_deadline() -> None:
     engine = fake_engine(runner=FakeRunner(step_time=0.001), tokenizer=False, config=CHECKED)
     async with engine:
