@@ -129,11 +129,6 @@ class Room:
         num_taken = self._num_gone + sum(line.num_taken for line in tuple(self._lines))
         return num_taken - self.num_left + count <= self.limit
 
-    @property
-    def is_waited_for(self) -> bool:
-        """True while somebody stands in line, or was let in and has not entered yet (any thread)."""
-        return any(line.is_waiting or line.num_reserved for line in tuple(self._lines))
-
     def check(self, count: int) -> None:
         """Refuse what could never enter.
 

@@ -35,6 +35,7 @@ __all__ = ["Intent", "Session", "Submitted"]
 T = TypeVar("T")
 _LONGEST_ALARM_S = 1e6
 _ENCODER_EXIT_S = 1.0
+_LET_IN_S = 0.002
 
 
 class Submitted(NamedTuple):
@@ -119,11 +120,17 @@ class Session(Life):
                 with anyio.move_on_after(drain):
                     await self.encoder.submit(int)  # what has begun before is in line, or with the worker, then
                     is_left = True
-                    while is_left:
+                    while is_left:  # until a round in which nobody stood in line: what the worker was told is all
+                        is_left = any(
+                            bridge.line.is_waiting or bridge.line.num_reserved
+                            for loop, bridge in tuple(self._bridges.items())
+                            if not loop.is_closed()
+                        )
                         drained = Signal()
                         worker.drain(drained.set)
                         await drained.wait()
-                        is_left = self.room.is_waited_for
+                        if is_left:
+                            await anyio.sleep(_LET_IN_S)  # their loops let them in now
         finally:
             worker.stop()
             # Bounded by one step: shielded, so that a cancelled scope still leaves no thread behind. Not so a model
