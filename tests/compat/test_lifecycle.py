@@ -380,6 +380,25 @@ class TestPause:
                 with pytest.raises(RuntimeError, match="leave the pause"):
                     call()
 
+    @pytest.mark.parametrize("keeps", [False, True])
+    def test_a_stop_from_another_thread_waits_for_its_end(self, keeps: bool) -> None:
+        """Also where there is no request: the model is its holder's until then, and nothing started anew runs."""
+        setup = Setup()
+        with running(setup) as manager, ThreadPoolExecutor(1) as pool:
+
+            def restart() -> None:
+                manager.stop(keep_for_next_session=keeps)
+                manager.start()
+                manager.add_request([1], "a", max_new_tokens=2)
+
+            with manager.pause():
+                future = pool.submit(restart)
+                with pytest.raises(TimeoutError):
+                    future.result(0.1)
+                assert manager.is_running()
+            future.result(WAIT)
+            assert manager.get_result("a", timeout=WAIT) is not None
+
     def test_a_hard_stop_from_another_thread_ends_it(self) -> None:
         setup = Setup()
         with running(setup) as manager, ThreadPoolExecutor(1) as pool:

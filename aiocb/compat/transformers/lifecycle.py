@@ -212,15 +212,18 @@ class Lifecycle:
             if not self.is_running() or session is None:
                 raise RuntimeError("there is nothing to pause: the manager is not running")
             held = session.hold()
-        self._pausing.append(threading.get_ident())
+            self._pausing.append(threading.get_ident())
         try:
             held.wait()
             if session is not self.session:
                 raise RuntimeError("the manager has ended before it could be paused")
             yield
         finally:
-            self._pausing.remove(threading.get_ident())
-            session.unhold()
+            with self._lock:
+                self._pausing.remove(threading.get_ident())
+                session.unhold()
+                if self.router.num_live == 0:
+                    self._went_idle()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -324,9 +327,9 @@ class Lifecycle:
         self.router.end(ticket.replies, End("cancelled"))
 
     def _went_idle(self) -> None:
-        """No request is left (lock held): a session that was told to stop has come to its end."""
+        """No request is left (lock held): a session that was told to stop, and that nobody pauses, is at its end."""
         session = self.session
-        if self._state != "stopping" or session is None:
+        if self._state != "stopping" or session is None or self._pausing:
             return
         if self._keeps_session:
             session.hold()
