@@ -34,9 +34,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 demo: install
 	@$(BIN)/aiocb run smollm2 --max-new-tokens 48 \
 	    --temperature 0.0 "What is the capital of France?" \
-	    --temperature 0.5 "Name three colours of the rainbow." \
-	    --temperature 0.8 "Write one sentence about the sea." \
-	    --temperature 1.0 "Invent a name for a cat and say why."
+	    --temperature 0.3 "Name three colours of the rainbow." \
+	    --temperature 0.6 "Write one sentence about the sea." \
+	    --temperature 0.8 "Invent a name for a cat and say why."
 
 format: install-dev
 	$(BIN)/ruff check --fix --exit-zero $(CODE)
