@@ -191,7 +191,7 @@ class Session(Life):
             return self._hand_over(bridge, spec, prepared, intent, submitted_at)
         finally:
             if place is not None:  # only now: whoever drains is to find it here or in the inbox
-                bridge.line.leave(place)
+                self._leave(bridge, place)
 
     def _hand_over(
         self, bridge: LoopBridge, spec: StreamSpec, prepared: Prepared, intent: Intent, submitted_at: float
@@ -256,16 +256,20 @@ class Session(Life):
             line.let_in()
             await self._in_time(future, spec, submitted_at, "no room in the queue")
         except BaseException:
-            had_room = place.is_let_in
-            line.leave(place)
-            line.let_in()
-            if had_room:  # those who wait in other loops are to look, too
-                self.put((EngineCore.watch_room, bridge))
+            self._leave(bridge, place)
             raise
         finally:
             intent.withdraw = None
             bridge.waiters.discard(future)
         return place
+
+    def _leave(self, bridge: LoopBridge, place: Place) -> None:
+        """Give up a place; whether or not it led into the queue, all who stand in line are to look for room again."""
+        had_room = place.is_let_in
+        bridge.line.leave(place)
+        bridge.line.let_in()
+        if had_room:  # in other loops, too
+            self.put((EngineCore.watch_room, bridge))
 
     def _raise_if_refusing(self) -> None:
         """Refuse what cannot be served any more; what began before the engine drained is let in."""

@@ -471,3 +471,17 @@ async def test_room_that_is_given_up_goes_to_another_loop(monkeypatch: pytest.Mo
         await asyncio.wait([here])
         assert here.cancelled()
         assert (await asyncio.wait_for(other, 20)).token_ids == tuple(solo([1, 2, 3], 2))
+
+
+async def test_who_is_let_in_and_needs_no_room_leaves_nobody_standing() -> None:
+    async with running(is_open=False, config=bounded(1)) as setup:
+        tasks = await fill(setup, 1)
+        nothing = asyncio.create_task(setup.engine.generate([7], max_new_tokens=0))
+        last = asyncio.create_task(setup.engine.generate([8, 9], max_new_tokens=2))
+        session = setup.engine._session
+        assert session is not None
+        await spin(lambda: sum(len(line._places) for line in session.room._lines) == 2)
+        setup.gate.open()
+        assert (await nothing).token_ids == ()
+        assert list((await asyncio.wait_for(last, 20)).token_ids) == solo([8, 9], 2)
+        await asyncio.gather(*tasks)
