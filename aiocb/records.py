@@ -27,6 +27,7 @@ class Record:
         tables: per cache group, the physical block of each logical block; none where they are kept elsewhere.
         is_plain: a plain argmax is all that it asks of a sampler.
         state: what the sampler remembers of it.
+        state_slot: as in `OpenedRequest`.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class Record:
         "sampling",
         "seed",
         "state",
+        "state_slot",
         "tables",
         "tokens",
     )
@@ -51,6 +53,7 @@ class Record:
         self.seed = opened.seed
         self.is_plain = opened.sampling.is_plain
         self.state: Any = None
+        self.state_slot = opened.state_slot
         self.num_blocks = 0
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
 

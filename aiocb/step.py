@@ -36,6 +36,8 @@ __all__ = [
     "ImmediateRunner",
     "OpenedRequest",
     "Runner",
+    "StateCopy",
+    "StateLayout",
     "StepEntry",
     "StepPlan",
     "StepResult",
@@ -61,11 +63,32 @@ class CacheGroup(NamedTuple):
     block_bytes: int
 
 
+class StateLayout(NamedTuple):
+    """Slots for what a model carries from token to token in place of keys and values (recurrent, convolution states).
+
+    Every open request has one, and every snapshot: the state behind a full block, from which others may go on.
+
+    Attributes:
+        num_slots: physical slots, the null slot 0 included.
+        slot_bytes: bytes of one slot, all layers together.
+        interval: tokens from one snapshot of a long prompt to the next: a multiple of the page, and of the chunk in
+            which the model scans.
+    """
+
+    num_slots: int
+    slot_bytes: int
+    interval: int
+
+
 class CacheLayout(NamedTuple):
-    """The shape of the paged cache, learned by the runner and obeyed by the cache manager."""
+    """The shape of the cache, learned by the runner and obeyed by the cache manager.
+
+    A model without keys and values has one group of no layers, whose blocks cost nothing: prefixes are found by blocks.
+    """
 
     page_size: int
     groups: tuple[CacheGroup, ...]
+    states: StateLayout | None = None
 
 
 class OpenedRequest(NamedTuple):
@@ -78,6 +101,7 @@ class OpenedRequest(NamedTuple):
         sampling: resolved parameters.
         seed: 64-bit key of the random stream; the sampled position is the counter.
         adapter, grammar_key: name of an adapter of the weights, key of a compiled grammar; None is none.
+        state_slot: where its state is while it is open; 0 where the model has none.
     """
 
     request_id: int
@@ -87,6 +111,7 @@ class OpenedRequest(NamedTuple):
     seed: int
     adapter: str | None = None
     grammar_key: str | None = None
+    state_slot: int = 0
 
 
 class StepEntry(NamedTuple):
@@ -127,6 +152,13 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class StateCopy(NamedTuple):
+    """Copy one slot of states."""
+
+    source: int
+    target: int
+
+
 class BlockSwap(NamedTuple):
     """Copy one physical block of one group to, or from, a place of the swap space."""
 
@@ -145,6 +177,8 @@ class StepPlan(NamedTuple):
         closed: ids that no further plan names, unless they are opened again; no plan in flight names them.
         copies_before, copies_after: blocks to copy, in order, before and after the forward pass.
         swaps_out, swaps_in: blocks to move to the swap space and back, before anything is copied.
+        states_before, states_after: slots to copy, in order, before and after the forward pass. An entry without
+            computed tokens starts afresh, whatever is in its slot.
     """
 
     entries: tuple[StepEntry, ...]
@@ -155,6 +189,8 @@ class StepPlan(NamedTuple):
     copies_after: tuple[BlockCopy, ...] = ()
     swaps_out: tuple[BlockSwap, ...] = ()
     swaps_in: tuple[BlockSwap, ...] = ()
+    states_before: tuple[StateCopy, ...] = ()
+    states_after: tuple[StateCopy, ...] = ()
 
 
 class StepResult(NamedTuple):
