@@ -13,24 +13,29 @@ Legend: T packed tokens, H query heads, K key/value heads, D head dim, N logit r
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from aiocb.attention.base import AttentionBackend, LayerSpec
+from aiocb.config import Choice
 from aiocb.errors import ConfigError
-from aiocb.model.eager.batch import pack
+from aiocb.model.eager.batch import PackedStep, pack
+from aiocb.model.eager.cache import StepCache
 from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
 from aiocb.model.eager.masks import NotPlainError
+from aiocb.model.eager.mixers import Mixer, Watch, explain, learn_mixers, split
+from aiocb.model.eager.passes import Part, Pass, current, entered
 from aiocb.model.eager.positions import learn_tables, sequence_bound
+from aiocb.model.eager.states import StateKey, StateRows, StateSpec, StateStorage
 from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
 from aiocb.model.parity import probe_ids
@@ -46,34 +51,18 @@ ATTENTION_NAME = "aiocb"
 PROBE_NAME = "aiocb-probe"
 """Known to the mask functions too; used once at load, to learn what the model's masks hide (see `masks`)."""
 
-
-class _Pass(NamedTuple):
-    """What answers the model during one forward pass.
-
-    Attributes:
-        handler: of its attention.
-        positions: of the packed tokens. [1, T]
-        past: what it is told when it asks for the length of its cache.
-    """
-
-    handler: Handler
-    positions: Tensor
-    past: Any
-
-
-_PASS: ContextVar[_Pass] = ContextVar("aiocb_pass")
-_current = _PASS.get
-"""Only a step, or a dry run, has one."""
+SCAN_CHUNK = 64
+"""Of mixers that do not say how many tokens they scan at once: the default of the gated delta rule."""
 
 
 def _attention_forward(*args: Any, **options: Any) -> tuple[Tensor, None]:
-    return _current().handler.attend(AttentionCall(*args, **options)), None
+    return current().handler.attend(AttentionCall(*args, **options)), None
 
 
 def _probe_mask(
     q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any = "cpu", **_: Any
 ) -> Tensor:
-    recorder: Any = _current().handler
+    recorder: Any = current().handler
     mask: Tensor = recorder.make_mask(mask_function, q_length, kv_length, torch.device(device))
     return mask
 
@@ -83,68 +72,16 @@ ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
 
 
-class _Unanswered(NotPlainError, AttributeError):
-    """Asked of the cache, which has no such thing: `hasattr` says no, and a model that goes on is refused."""
-
-
-class _NoLayers(list[Any]):
-    """Of the cache: there are none to look at, and who wants a certain one is refused."""
-
-    def __getitem__(self, index: Any) -> Any:
-        raise NotPlainError("it works on its cache by itself, layer by layer")
-
-
-def _refuses(reason: str) -> Callable[..., Any]:
-    """Make a method of the cache that ends the dry run."""
-
-    def method(self: StepCache, *_: Any, **__: Any) -> Any:
-        raise NotPlainError(reason)
-
-    return method
-
-
-class StepCache(Cache):
-    """What the model takes for its cache: hands everything to the active handler and holds nothing itself."""
-
-    has_previous_state = get_recurrent_state = update_recurrent_state = _refuses("it keeps a recurrent state")
-    get_conv_state = update_conv_state = _refuses("it keeps a convolution state")
-    update_indexer = _refuses("it selects keys with an indexer")
-
-    def __init__(self) -> None:
-        super().__init__(layers=_NoLayers())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise _Unanswered(f"it works on its cache by itself ({name})")
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Hand new keys and values [1, K, T, D] to the active handler."""
-        return _current().handler.update(key_states, value_states, layer_idx)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Return 0, as positions are passed explicitly, unless the model counts positions from it."""
-        return _current().past
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return -1: no bound of its own."""
-        return -1
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the sizes of a mask over this step's tokens alone."""
-        return query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are passed explicitly."""
-        return 0
-
-
 class ModelAdapter:
     """Runs a transformers causal LM over packed rows, by way of a view of it.
 
     Attributes:
         view: what is run; the model itself is left alone.
         specs: each cache layer's attention, learned in the dry run.
+        states: one request's part of each state, likewise.
+        mixers: modules that are called in parts, likewise.
+        scan_chunk: tokens that the mixers scan at once.
+        choices: how mixers are called, where not all are packed.
         dtype: of keys and values.
         device: of the model's input.
         vocab_size: rows of the logits.
@@ -196,13 +133,34 @@ class ModelAdapter:
             self._dry_run(attention=PROBE_NAME)  # may say why
             raise NotPlainError("it works on its attention mask by itself")
         recorder, logits = tried
-        self.dtype: torch.dtype = recorder.dtype
+        self.dtype: torch.dtype = recorder.dtype or self.view.model.dtype
+        self.states: dict[StateKey, StateSpec] = dict(sorted(recorder.states.items()))
+        self.choices: list[Choice] = []
+        self.scan_chunk = SCAN_CHUNK
+        self.mixers = self._learn_mixers() if self.states else []
         self.vocab_size = int(logits.shape[-1])
         self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
         self._learn_masks(recorder.unsure)
-        self._check_layers(len(recorder.attending))
+        stateful = {key.layer for key in self.states} - set(self.specs)
+        self._check_layers(len(recorder.attending) + len(stateful))
         self._learn_tables()
         self._learn_counting()
+
+    def _learn_mixers(self) -> list[Mixer]:
+        """Find the modules that keep states, and call them in parts from now on."""
+        watches = []
+        for num_tokens in (3, 5):
+            watch = Watch(self.view.model, Recorder(), num_tokens)
+            with watch.watching():
+                self._dry_run(num_tokens=num_tokens, recorder=watch.recorder)
+            watches.append(watch)
+        mixers = learn_mixers(*watches)
+        for mixer in mixers:
+            split(mixer)
+        chunks = (getattr(mixer.module, "chunk_size", SCAN_CHUNK) for mixer in mixers)
+        self.scan_chunk = math.lcm(*(chunk for chunk in chunks if isinstance(chunk, int)))
+        self.choices = explain(mixers, watches[0].recorder.attending.values())
+        return mixers
 
     def _learn_masks(self, unsure: Mapping[int, str]) -> None:
         """Let the model build its masks once: take windows from them, and the length of chunks for a bound."""
@@ -233,7 +191,7 @@ class ModelAdapter:
         learned, bound = learn_tables(model, run_own)
         self._bound_length(bound, "rows of its table of positions")
         for table in learned:
-            table.tell(lambda: _current().positions)
+            table.tell(lambda: current().positions)
 
     def _learn_counting(self) -> None:
         """Find out whether layers count positions from the length of the cache: far from 0, where that matters."""
@@ -264,12 +222,17 @@ class ModelAdapter:
             return None
 
     def _dry_run(
-        self, positions: Tensor | None = None, attention: str = ATTENTION_NAME, past: int = 0
+        self,
+        positions: Tensor | None = None,
+        attention: str = ATTENTION_NAME,
+        past: int = 0,
+        num_tokens: int = 3,
+        recorder: Recorder | None = None,
     ) -> tuple[Recorder, Tensor]:
-        """Run three tokens of one request and write down what the layers ask for."""
-        recorder = Recorder()
-        ids = torch.tensor([probe_ids(self.view.model, 3)], device=self.device)
-        positions = torch.arange(3, device=self.device) if positions is None else positions
+        """Run a few tokens of one request and write down what the layers ask for."""
+        recorder = recorder or Recorder()
+        ids = torch.tensor([probe_ids(self.view.model, num_tokens)], device=self.device)
+        positions = torch.arange(num_tokens, device=self.device) if positions is None else positions
         self.view.name_attention(attention)
         try:
             rows = torch.tensor([0, 2], device=self.device)
@@ -284,9 +247,11 @@ class ModelAdapter:
         config = text_config(self.view.model)
         # In the bart family num_hidden_layers counts the encoder's.
         num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
-        if isinstance(num_layers, int) and num_attending < num_layers:
-            raise NotPlainError(f"only {num_attending} of its {num_layers} layers use the attention interface")
         types = getattr(config, "layer_types", None) or ()
+        if isinstance(num_layers, int):
+            num_layers -= sum(kind in ("mlp", "moe") for kind in types)  # which mix no tokens
+            if num_attending < num_layers:
+                raise NotPlainError(f"only {num_attending} of its {num_layers} layers use the attention interface")
         if len(types) != len(self.specs):
             return
         for kind, spec in zip(types, self.specs.values(), strict=True):
@@ -297,15 +262,30 @@ class ModelAdapter:
                 )
 
     def run(
-        self, entries: Sequence[StepEntry], records: Sequence[Record], backend: AttentionBackend, cache: PagedCache
+        self,
+        entries: Sequence[StepEntry],
+        records: Sequence[Record],
+        backend: AttentionBackend,
+        cache: PagedCache,
+        storage: StateStorage | None = None,
     ) -> Tensor:
-        """Pack the entries of a plan, and run the model over the pages: logits [N, V]."""
+        """Pack the entries of a plan, and run the model over pages and slots: logits [N, V]."""
         packed = pack(entries, records, cache.layout, self.device, self.dtype)
         handler = PagedHandler(backend, cache, self.specs, packed.batch)
-        return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler)
+        parts = None
+        if storage is not None:
+            rows_of = functools.partial(PagedHandler, backend, cache, self.specs, packed.batch)
+            parts = [_part(packed, rows_of, storage, *rows) for rows in _rows_of_parts(packed)]
+        return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler, parts=parts)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        handler: Handler,
+        past: Any = 0,
+        parts: Sequence[Part] | None = None,
     ) -> Tensor:
         """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
         values: dict[str, Any] = {self._cache_argument: StepCache(), "use_cache": True}
@@ -316,14 +296,28 @@ class ModelAdapter:
         if self._counts_by_cache:
             # Such models add the length to 0, 1, 2, ...: what is added here makes the packed positions of it.
             past = positions[0] - torch.arange(positions.shape[1], device=positions.device)
-        token = _PASS.set(_Pass(handler, positions, past))
-        try:
+        with entered(Pass(handler, positions, past, parts)):
             logits: Tensor = self.view.model(input_ids=input_ids, **values).logits  # [1, N, V]
-        finally:
-            _PASS.reset(token)
         if not self._takes_logit_rows:
             logits = logits.index_select(1, logit_rows)
         return logits[0]
+
+
+def _rows_of_parts(packed: PackedStep) -> list[tuple[int, int, bool]]:
+    """Rows of each part, and whether they are single tokens: what goes on, what begins, then each prompt by itself."""
+    batch = packed.batch
+    num_going_on = int((batch.computed[: batch.num_decodes] > 0).sum())
+    parts = [(0, num_going_on, True), (num_going_on, batch.num_decodes, True)]
+    parts += [(row, row + 1, False) for row in range(batch.num_decodes, batch.num_rows)]
+    return [part for part in parts if part[0] < part[1]]
+
+
+def _part(
+    packed: PackedStep, handler: Callable[..., Handler], storage: StateStorage, first: int, last: int, is_batch: bool
+) -> Part:
+    start, stop = int(packed.batch.starts[first]), int(packed.batch.starts[last])
+    rows = StateRows(storage, packed.state_slots[first:last], is_fresh=packed.batch.computed[first] == 0)
+    return Part(start, stop, is_batch, Pass(handler(rows=rows), packed.positions[:, start:stop], 0))
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> str:

@@ -33,12 +33,14 @@ class PackedStep(NamedTuple):
         positions: absolute, [1, T] int64
         logit_rows: packed tokens whose logits are needed, in the order of the plan. [N] int64
         batch: what attention needs.
+        state_slots: of each row, in the packed order; empty where there are no states. [R]
     """
 
     input_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
     batch: StepBatch
+    state_slots: tuple[int, ...] = ()
 
 
 def pack(
@@ -51,6 +53,9 @@ def pack(
     """Pack the entries of a plan and the records of their requests."""
     order = [index for index, entry in enumerate(entries) if entry.num_new_tokens == 1]
     num_decodes = len(order)
+    if layout.states is not None:
+        # What goes on first, what begins with one token behind it; slots that follow each other need not be gathered.
+        order.sort(key=lambda index: (entries[index].num_computed_tokens == 0, records[index].state_slot))
     if num_decodes != len(entries):
         order += [index for index, entry in enumerate(entries) if entry.num_new_tokens != 1]
     rows = [entries[index] for index in order]
@@ -88,6 +93,7 @@ def pack(
         torch.from_numpy(positions).to(device).unsqueeze(0),
         torch.from_numpy(_logit_rows(entries, order, starts)).to(device),
         StepBatch(num_decodes, starts, computed, lengths, tuple(groups), page_size, device, dtype),
+        () if layout.states is None else tuple(record.state_slot for record in owners),
     )
 
 

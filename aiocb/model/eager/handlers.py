@@ -17,6 +17,7 @@ from torch import Tensor
 from aiocb.attention.base import Attention, AttentionBackend, LayerSpec, StepBatch
 from aiocb.attention.paged import RowKeys, additive, causal_mask, row_attention
 from aiocb.model.eager.masks import MaskFunction, MaskKind, NotPlainError, kind_of
+from aiocb.model.eager.states import StateKey, StateRows, StateSpec, convolved
 from aiocb.model.kv import PagedCache
 
 __all__ = ["KEPT_KEYS", "AttentionCall", "Handler", "PagedHandler", "Recorder"]
@@ -93,30 +94,74 @@ class Handler(ABC):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
 
+    @abstractmethod
+    def get_state(self, key: StateKey) -> Tensor | None:
+        """Return a state [B, ...] that may be written to, or None where there is none yet."""
+
+    @abstractmethod
+    def put_state(self, key: StateKey, state: Tensor) -> None:
+        """Take a new state [B, ...]."""
+
+    @abstractmethod
+    def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
+        """Take new inputs of a convolution [B, C, L]; return them behind those that it has to see as well."""
+
+    @property
+    def initial_state(self) -> Tensor | None:
+        """The recurrent state [B, ...] that the mixer has asked for; None where its requests begin."""
+        return None
+
+    def finish_part(self) -> None:  # noqa: B027, most have nothing to do
+        """End the call of a mixer for one part of a step."""
+
 
 class Recorder(Handler):
     """Handler of the dry runs: one request from position 0, plain attention, everything written down.
 
     Attributes:
         specs: by layer.
-        attending: ids of the modules that have attended, and the layers that they attended to.
+        attending: modules that have attended (their ids), the layers that they attended to, and what they are.
         unsure: by layer, the module that does not say that it is causal: its mask has to.
         masks: what they hide, by layer, where masks were asked for and arrived unchanged.
+        states: one request's part of each state.
+        stack: modules that take the cache and are being called, where somebody watches.
+        owners: the states that each of them works on, of the innermost one that was called.
+        attentive: those within which keys were cached.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.specs: dict[int, LayerSpec] = {}
-        self.attending: set[tuple[int, int]] = set()
+        self.attending: dict[tuple[int, int], str] = {}
         self.unsure: dict[int, str] = {}
         self.masks: dict[int, MaskKind] = {}
+        self.states: dict[StateKey, StateSpec] = {}
+        self.stack: list[torch.nn.Module] = []
+        self.owners: dict[torch.nn.Module, set[StateKey]] = {}
+        self.attentive: set[torch.nn.Module] = set()
         self._pending: int | None = None
         self._handed_out: dict[int, tuple[Tensor, MaskFunction]] = {}
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return next(iter(self.updates.values()))[0].dtype
+    def dtype(self) -> torch.dtype | None:
+        """Of keys and values; None where there are none."""
+        return next((key.dtype for key, _ in self.updates.values()), None)
+
+    def get_state(self, key: StateKey) -> None:
+        """Return nothing: the request begins."""
+        if self.stack:
+            self.owners.setdefault(self.stack[-1], set()).add(key)
+
+    def put_state(self, key: StateKey, state: Tensor) -> None:
+        """Note what the state is."""
+        self.get_state(key)
+        self.states[key] = StateSpec(tuple(state.shape[1:]), state.dtype)
+
+    def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
+        """Note what the state is, and go on as at the beginning of a request."""
+        all_inputs = convolved(None, inputs, width or inputs.shape[-1])
+        self.put_state(key, all_inputs[..., all_inputs.shape[-1] - (width or inputs.shape[-1]) :])
+        return all_inputs
 
     def make_mask(self, mask_function: MaskFunction, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Make a causal mask that is recognised when it comes back: [1, 1, num_queries, num_keys]."""
@@ -127,6 +172,7 @@ class Recorder(Handler):
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Note the keys and values, and hand back what came."""
         self._check_attended()
+        self.attentive.update(self.stack)
         if key.dim() != 4 or value.dim() != 4 or len(key) != 1 or key.shape[:3] != value.shape[:3]:
             raise NotPlainError(f"layer {layer} caches tensors of shape {tuple(key.shape)} and {tuple(value.shape)}")
         first = next(iter(self.updates.values()), (key, value))[0]
@@ -175,7 +221,7 @@ class Recorder(Handler):
         if known.window != spec.window:
             raise NotPlainError(f"layer {layer} is attended to with windows {known.window} and {spec.window}")
         self.specs[layer] = known._replace(is_gathered=known.is_gathered or spec.is_gathered)
-        self.attending.add((id(module), layer))
+        self.attending[id(module), layer] = name
         if self._handed_out:
             self._note_mask(call, layer)
         length = query.shape[2]
@@ -197,7 +243,7 @@ class Recorder(Handler):
     def check_finished(self) -> None:
         """Raise when the last update was never attended to."""
         self._check_attended()
-        if not self.specs:
+        if not self.specs and not self.states:
             raise NotPlainError("no layer uses the cache and the attention interface")
 
     def _check_attended(self) -> None:
@@ -206,12 +252,22 @@ class Recorder(Handler):
 
 
 class PagedHandler(Handler):
-    """Handler of a step: keys go to pages, attention goes to the backend."""
+    """Handler of a step: keys go to pages, attention goes to the backend, states are those of the rows.
+
+    Args:
+        rows: None where states are only asked for within the parts of the step.
+    """
 
     def __init__(
-        self, backend: AttentionBackend, cache: PagedCache, specs: Mapping[int, LayerSpec], batch: StepBatch
+        self,
+        backend: AttentionBackend,
+        cache: PagedCache,
+        specs: Mapping[int, LayerSpec],
+        batch: StepBatch,
+        rows: StateRows | None = None,
     ) -> None:
         super().__init__()
+        self._rows = rows
         self._backend = backend
         self._cache = cache
         self._specs = specs
@@ -255,3 +311,30 @@ class PagedHandler(Handler):
             attention = Attention(spec, query, key.transpose(0, 1), value.transpose(0, 1), call.sinks)
             out = self._backend.attend(attention, self._cache.storage[layer], metadata)
         return out.contiguous().unsqueeze(0)
+
+    @property
+    def initial_state(self) -> Tensor | None:
+        """The recurrent state [B, ...] that the mixer has asked for; None where its requests begin."""
+        return None if self._rows is None else self._rows.initial
+
+    def get_state(self, key: StateKey) -> Tensor | None:
+        """Return a state of the rows."""
+        return self._known_rows().get(key)
+
+    def put_state(self, key: StateKey, state: Tensor) -> None:
+        """Store a state of the rows."""
+        self._known_rows().put(key, state)
+
+    def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
+        """Store a convolution's state; return all that it has to see."""
+        return self._known_rows().convolve(key, inputs)
+
+    def finish_part(self) -> None:
+        """Write back what a mixer may have written to."""
+        if self._rows is not None:
+            self._rows.finish()
+
+    def _known_rows(self) -> StateRows:
+        if self._rows is None:
+            raise NotPlainError("states are asked for outside of the modules that were learned")
+        return self._rows
