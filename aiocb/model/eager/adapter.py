@@ -284,6 +284,9 @@ class ModelAdapter:
         config = text_config(self.view.model)
         # In the bart family num_hidden_layers counts the encoder's.
         num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
+        if isinstance(num_layers, int):
+            # Those attend to pictures, of which there are none.
+            num_layers -= len(getattr(config, "cross_attention_layers", None) or ())
         if isinstance(num_layers, int) and num_attending < num_layers:
             raise NotPlainError(f"only {num_attending} of its {num_layers} layers use the attention interface")
         types = getattr(config, "layer_types", None) or ()
