@@ -249,7 +249,9 @@ class ModelAdapter:
         num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
         types = getattr(config, "layer_types", None) or ()
         if isinstance(num_layers, int):
-            num_layers -= sum(kind in ("mlp", "moe") for kind in types)  # which mix no tokens
+            # Those attend to pictures, of which there are none; and those mix no tokens.
+            num_layers -= len(getattr(config, "cross_attention_layers", None) or ())
+            num_layers -= sum(kind in ("mlp", "moe") for kind in types)
             if num_attending < num_layers:
                 raise NotPlainError(f"only {num_attending} of its {num_layers} layers use the attention interface")
         if len(types) != len(self.specs):
