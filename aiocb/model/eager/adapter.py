@@ -159,7 +159,7 @@ class ModelAdapter:
             split(mixer)
         chunks = (getattr(mixer.module, "chunk_size", SCAN_CHUNK) for mixer in mixers)
         self.scan_chunk = math.lcm(*(chunk for chunk in chunks if isinstance(chunk, int)))
-        self.choices = explain(mixers, watches[0].recorder.attending.values())
+        self.choices = [explain(mixers, watches[0].recorder.attending.values())]
         return mixers
 
     def _learn_masks(self, unsure: Mapping[int, str]) -> None:

@@ -162,16 +162,16 @@ def split(mixer: Mixer) -> None:
     (args_dims, kwargs_dims), result_dims = mixer.arguments, mixer.result
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        parts = current().parts
-        if parts is None:
+        answering = current(None)
+        if answering is None or answering.parts is None:
             return own(*args, **kwargs)
         results = []
-        for part in parts:
+        for part in answering.parts:
             own_args, own_kwargs = _taken(args, args_dims, part), _taken(kwargs, kwargs_dims, part)
             with entered(part.inner):
                 results.append(own(*own_args, **own_kwargs))
             part.inner.handler.finish_part()
-        return _joined(results, result_dims, parts)
+        return _joined(results, result_dims, answering.parts)
 
     mixer.module.__dict__["forward"] = forward
 
@@ -207,10 +207,13 @@ def _joined(results: list[Any], dims: _Dims, parts: Sequence[Part]) -> Any:
     return type(first)._make(items) if hasattr(first, "_make") else type(first)(items)
 
 
-def explain(mixers: Sequence[Mixer], packed: Iterable[str]) -> list[Choice]:
+def explain(mixers: Sequence[Mixer], packed: Iterable[str]) -> Choice:
     """Say of each kind of mixer how it is called, and why."""
     counts = Counter(type(mixer.module).__name__ for mixer in mixers)
-    why = "keeps a state: one call for all that decode, one for each prompt"
-    explained = [Choice(f"mixer {name}", "split", f"{why} ({count} layers)") for name, count in counts.items()]
-    why = "caches keys and calls the attention function, and nothing else"
-    return [*explained, *(Choice(f"mixer {name}", "packed", why) for name in sorted(set(packed)))]
+    names = [*(f"{name} split" for name in counts), *(f"{name} packed" for name in sorted(set(packed) - set(counts)))]
+    return Choice(
+        "mixers",
+        ", ".join(names),
+        "what keeps a state is called once for all that decode, and once for each prompt; "
+        "what only caches keys and calls the attention function is called once for all",
+    )

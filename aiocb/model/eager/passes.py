@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 _PASS: ContextVar[Pass] = ContextVar("aiocb_pass")
 current = _PASS.get
-"""Only a step, or a dry run, has one."""
+"""Only a step, or a dry run, has one: a LookupError elsewhere, or the default that is passed."""
 
 
 @contextmanager
