@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -29,11 +29,12 @@ from aiocb.attention.base import AttentionBackend, LayerSpec
 from aiocb.config import Choice
 from aiocb.errors import ConfigError
 from aiocb.model.eager.batch import PackedStep, pack
-from aiocb.model.eager.cache import StepCache
+from aiocb.model.eager.cache import cache_for
 from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.mixers import Mixer, Watch, explain, learn_mixers, split
 from aiocb.model.eager.own_attention import needs_masks, take_over
+from aiocb.model.eager.own_states import keep_states
 from aiocb.model.eager.passes import Part, Pass, current, entered
 from aiocb.model.eager.positions import learn_tables, sequence_bound
 from aiocb.model.eager.states import StateKey, StateRows, StateSpec, StateStorage
@@ -109,6 +110,8 @@ class ModelAdapter:
     def __init__(self, model: PreTrainedModel) -> None:
         self.view = View(model)
         self._attention = MASKED_NAME if needs_masks(self.view.model) else ATTENTION_NAME
+        self._stateful, gets_no_cache = keep_states(self.view.model)
+        self._gets_cache = not gets_no_cache
         self._has_own_attention = take_over(self.view.model, _answering) > 0
         self.view.name_attention(self._attention)
         self.device: torch.device = model.device
@@ -134,8 +137,10 @@ class ModelAdapter:
         names = (name for module in modules for name in inspect.signature(module.forward).parameters)
         # transformers 5.2x renamed past_key_values to cache.
         self._cache_argument = next((name for name in names if name in ("cache", "past_key_values")), "")
-        if not self._cache_argument and not self._has_own_attention:
+        if not self._cache_argument and not self._has_own_attention and self._gets_cache:
             raise NotPlainError("its forward takes no cache")
+        self._gets_cache &= bool(self._cache_argument)
+        self._cache = cache_for(model)
         self._takes_positions = "position_ids" in parameters or takes_any
         self._takes_logit_rows = "logits_to_keep" in parameters
 
@@ -158,8 +163,7 @@ class ModelAdapter:
         self.vocab_size = int(logits.shape[-1])
         self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
         self._learn_masks(recorder.unsure)
-        stateful = {key.layer for key in self.states} - set(self.specs)
-        self._check_layers(len(recorder.attending) + len(stateful))
+        self._check_layers(len(recorder.attending) + self._num_stateful_layers(recorder))
         self._learn_tables()
         self._learn_counting()
 
@@ -167,7 +171,7 @@ class ModelAdapter:
         """Find the modules that keep states, and call them in parts from now on."""
         watches = []
         for num_tokens in (3, 5):
-            watch = Watch(self.view.model, Recorder(), num_tokens)
+            watch = Watch(self.view.model, Recorder(), num_tokens, self._stateful)
             with watch.watching():
                 self._dry_run(num_tokens=num_tokens, recorder=watch.recorder)
             watches.append(watch)
@@ -257,6 +261,13 @@ class ModelAdapter:
         recorder.check_finished()
         return recorder, logits
 
+    def _num_stateful_layers(self, recorder: Recorder) -> int:
+        """Count the layers that keep a state and do not attend."""
+        attending, mixers = {module for module, _ in recorder.attending}, {id(mixer.module) for mixer in self.mixers}
+        lists = (module for module in self.view.model.modules() if isinstance(module, nn.ModuleList))
+        within = [{id(part) for part in layer.modules()} for layers in lists for layer in layers]
+        return sum(bool(parts & mixers) and not parts & attending for parts in within)
+
     def _check_layers(self, num_attending: int) -> None:
         """Every decoder layer must have attended, and with the window or in the chunks that its configuration names."""
         config = text_config(self.view.model)
@@ -310,7 +321,9 @@ class ModelAdapter:
         parts: Sequence[Part] | None = None,
     ) -> Tensor:
         """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
-        values: dict[str, Any] = {self._cache_argument: StepCache(), "use_cache": True} if self._cache_argument else {}
+        values: dict[str, Any] = {"use_cache": self._gets_cache}
+        if self._gets_cache:
+            values[self._cache_argument] = self._cache
         if self._takes_positions:
             values["position_ids"] = positions
         if self._takes_logit_rows:

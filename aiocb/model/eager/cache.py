@@ -5,17 +5,18 @@ Legend: T packed tokens, K key/value heads, D head dim, B requests of a part, C 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.passes import current
 from aiocb.model.eager.states import StateKey
 
-__all__ = ["StepCache"]
+__all__ = ["StepCache", "cache_for"]
 
 
 class _Unanswered(NotPlainError, AttributeError):
@@ -44,7 +45,7 @@ class StepCache(Cache):
     update_indexer = _refuses("it selects keys with an indexer")
 
     def __init__(self) -> None:
-        super().__init__(layers=_NoLayers())
+        Cache.__init__(self, layers=_NoLayers())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -74,6 +75,14 @@ class StepCache(Cache):
         current().handler.put_state(StateKey("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return a state [B, ...] of MiniMax, None at the beginning."""
+        return current().handler.get_state(StateKey("linear", layer_idx))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Take a new state [B, ...] of MiniMax."""
+        current().handler.put_state(StateKey("linear", layer_idx), linear_cache)
+
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False: nothing is kept that would take tokens back."""
         return False
@@ -93,3 +102,15 @@ class StepCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return 0: positions are passed explicitly."""
         return 0
+
+
+def cache_for(model: nn.Module) -> StepCache:
+    """Return a cache that passes for the model's own kind, where it has one and insists on it."""
+    kinds = {
+        kind
+        for module in {type(one).__module__ for one in model.modules()}
+        for kind in vars(sys.modules[module]).values()
+        if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == module
+    }
+    made: StepCache = type("StepCache", (StepCache, *kinds), {})() if kinds else StepCache()
+    return made

@@ -16,7 +16,7 @@ Legend: T packed tokens, B requests of a part, L tokens of one request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -59,10 +59,11 @@ class _Call(NamedTuple):
 
 
 class Watch:
-    """Writes down how the modules that take the cache are called in one dry run of `num_tokens` tokens."""
+    """Writes down how the modules that take the cache, or are known to keep a state, are called in one dry run."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, num_tokens: int) -> None:
+    def __init__(self, model: nn.Module, recorder: Recorder, num_tokens: int, known: Set[nn.Module]) -> None:
         self._model = model
+        self._known = known
         self._stack = recorder.stack
         self.recorder = recorder
         self.num_tokens = num_tokens
@@ -82,11 +83,11 @@ class Watch:
                 handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if _takes_cache(args, kwargs):
+        if module in self._known or _takes_cache(args, kwargs):
             self._stack.append(module)
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if self._stack and self._stack[-1] is module and _takes_cache(args, kwargs):
+        if self._stack and self._stack[-1] is module:
             self._stack.pop()
             self.calls[module] = _Call(_shapes(list(args)), _shapes(kwargs), _shapes(result))
 
