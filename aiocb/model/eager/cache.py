@@ -6,7 +6,6 @@ Legend: T packed tokens, K key/value heads, D head dim, B requests of a part, C 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,29 +22,34 @@ class _Unanswered(NotPlainError, AttributeError):
     """Asked of the cache, which has no such thing: `hasattr` says no, and a model that goes on is refused."""
 
 
-class _NoLayers(list[Any]):
-    """Of the cache: there are none to look at, and who wants a certain one is refused."""
+class _Layer:
+    """One layer, of which nothing can be had but an indexer's keys (MiniMax M3)."""
 
-    def __getitem__(self, index: Any) -> Any:
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise NotPlainError("it works on its cache by itself, layer by layer")
 
+    def update_index(self, states: Tensor) -> Tensor:
+        """Take new keys of an indexer [B, 1, L, D]; return all of the requests."""
+        return current().handler.update_indexer(states[:, 0], self._index).unsqueeze(1)
 
-def _refuses(reason: str) -> Callable[..., Any]:
-    """Make a method of the cache that ends the dry run."""
 
-    def method(self: StepCache, *_: Any, **__: Any) -> Any:
-        raise NotPlainError(reason)
+class _Layers(list[Any]):
+    """Of the cache: there are none to look at, and who wants something of a certain one is refused."""
 
-    return method
+    def __getitem__(self, index: Any) -> Any:
+        return _Layer(index)
 
 
 class StepCache(Cache):
     """What the model takes for its cache: hands everything to the active handler and holds nothing itself."""
 
-    update_indexer = _refuses("it selects keys with an indexer")
-
     def __init__(self) -> None:
-        Cache.__init__(self, layers=_NoLayers())
+        Cache.__init__(self, layers=_Layers())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -87,6 +91,10 @@ class StepCache(Cache):
         """Return False: nothing is kept that would take tokens back."""
         return False
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take new keys of an indexer [B, L, D]; return all of the requests."""
+        return current().handler.update_indexer(indexer_key_states, layer_idx)
+
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return 0, as positions are passed explicitly, unless the model counts positions from it."""
         return current().past
@@ -96,12 +104,12 @@ class StepCache(Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the sizes of a mask over this step's tokens alone."""
-        return query_length, 0
+        """Return how many keys a mask covers, and the position of the first."""
+        return current().handler.key_sizes(query_length)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are passed explicitly."""
-        return 0
+        """Return the position of the first query, where it is not passed explicitly."""
+        return current().handler.query_offset
 
 
 def cache_for(model: nn.Module) -> StepCache:

@@ -27,12 +27,14 @@ class Pass(NamedTuple):
         positions: of the packed tokens. [1, T]
         past: what it is told when it asks for the length of its cache.
         parts: in which split mixers are called; None where they are called as a whole.
+        single_parts: the same, no two requests in one.
     """
 
     handler: Handler
     positions: Tensor
     past: Any
     parts: Sequence[Part] | None = None
+    single_parts: Sequence[Part] | None = None
 
 
 class Part(NamedTuple):
