@@ -30,6 +30,7 @@ from aiocb.errors import ConfigError
 from aiocb.model.eager.batch import pack
 from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
 from aiocb.model.eager.masks import NotPlainError
+from aiocb.model.eager.own_attention import needs_masks, take_over
 from aiocb.model.eager.positions import learn_tables, sequence_bound
 from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION_NAME", "ModelAdapter"]
 
 ATTENTION_NAME = "aiocb"
+MASKED_NAME = "aiocb-masked"
+"""The same, for models that cannot do without a mask: known to the mask functions too, whose masks hide nothing."""
+
 PROBE_NAME = "aiocb-probe"
 """Known to the mask functions too; used once at load, to learn what the model's masks hide (see `masks`)."""
 
@@ -78,7 +82,18 @@ def _probe_mask(
     return mask
 
 
+def _empty_mask(device: Any = "cpu", **_: Any) -> Tensor:
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _answering() -> Handler | None:
+    answering = _PASS.get(None)
+    return None if answering is None else answering.handler
+
+
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
+ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, _attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED_NAME, _empty_mask)
 ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
 
@@ -156,7 +171,9 @@ class ModelAdapter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.view = View(model)
-        self.view.name_attention(ATTENTION_NAME)
+        self._attention = MASKED_NAME if needs_masks(self.view.model) else ATTENTION_NAME
+        self._has_own_attention = take_over(self.view.model, _answering) > 0
+        self.view.name_attention(self._attention)
         self.device: torch.device = model.device
         self._counts_by_cache = False
         self.length_bound = sequence_bound(text_config(model))
@@ -180,7 +197,7 @@ class ModelAdapter:
         names = (name for module in modules for name in inspect.signature(module.forward).parameters)
         # transformers 5.2x renamed past_key_values to cache.
         self._cache_argument = next((name for name in names if name in ("cache", "past_key_values")), "")
-        if not self._cache_argument:
+        if not self._cache_argument and not self._has_own_attention:
             raise NotPlainError("its forward takes no cache")
         self._takes_positions = "position_ids" in parameters or takes_any
         self._takes_logit_rows = "logits_to_keep" in parameters
@@ -205,7 +222,7 @@ class ModelAdapter:
         self._learn_counting()
 
     def _learn_masks(self, unsure: Mapping[int, str]) -> None:
-        """Let the model build its masks once: take windows from them, and the length of chunks for a bound."""
+        """Let the model build its masks once: take windows and chunks from them."""
         tried = self._try_dry_run(attention=PROBE_NAME)
         # A model may be unable to work with such a mask: then, what its modules say has to do.
         masks = {} if tried is None else tried[0].masks
@@ -213,9 +230,7 @@ class ModelAdapter:
             if layer not in masks:
                 raise NotPlainError(f"{name} is not causal")
         for layer, kind in masks.items():
-            self.specs[layer] = self.specs[layer]._replace(window=kind.window)
-            if kind.chunk is not None:
-                self._bound_length(kind.chunk, "beyond it, chunked attention is not implemented")
+            self.specs[layer] = self.specs[layer]._replace(window=kind.window, chunk=kind.chunk)
 
     def _bound_length(self, length: int, reason: str) -> None:
         if length < self.length_bound[0]:
@@ -253,7 +268,7 @@ class ModelAdapter:
             raise NotPlainError("it computes with the length of its cache")
 
     def _try_dry_run(
-        self, positions: Tensor | None = None, attention: str = ATTENTION_NAME
+        self, positions: Tensor | None = None, attention: str | None = None
     ) -> tuple[Recorder, Tensor] | None:
         """Return None where the model fails, unless it asks for something that is not there."""
         try:
@@ -264,23 +279,23 @@ class ModelAdapter:
             return None
 
     def _dry_run(
-        self, positions: Tensor | None = None, attention: str = ATTENTION_NAME, past: int = 0
+        self, positions: Tensor | None = None, attention: str | None = None, past: int = 0
     ) -> tuple[Recorder, Tensor]:
         """Run three tokens of one request and write down what the layers ask for."""
         recorder = Recorder()
         ids = torch.tensor([probe_ids(self.view.model, 3)], device=self.device)
         positions = torch.arange(3, device=self.device) if positions is None else positions
-        self.view.name_attention(attention)
+        self.view.name_attention(attention or self._attention)
         try:
             rows = torch.tensor([0, 2], device=self.device)
             logits = self.forward(ids, positions.unsqueeze(0), rows, recorder, past)
         finally:
-            self.view.name_attention(ATTENTION_NAME)
+            self.view.name_attention(self._attention)
         recorder.check_finished()
         return recorder, logits
 
     def _check_layers(self, num_attending: int) -> None:
-        """Every decoder layer must have attended, and with the window that its configuration names."""
+        """Every decoder layer must have attended, and with the window or in the chunks that its configuration names."""
         config = text_config(self.view.model)
         # In the bart family num_hidden_layers counts the encoder's.
         num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
@@ -292,11 +307,16 @@ class ModelAdapter:
         types = getattr(config, "layer_types", None) or ()
         if len(types) != len(self.specs):
             return
+        hidden = {
+            "full_attention": (False, False),
+            "sliding_attention": (True, False),
+            "chunked_attention": (False, True),
+        }
         for kind, spec in zip(types, self.specs.values(), strict=True):
-            if (kind, spec.window is None) in (("sliding_attention", True), ("full_attention", False)):
+            if (spec.window is not None, spec.chunk is not None) != hidden.get(kind, (False, False)) and kind in hidden:
                 raise NotPlainError(
                     f"layer {spec.layer} is {kind} in its configuration but asks its attention for a window of "
-                    f"{spec.window}"
+                    f"{spec.window} and chunks of {spec.chunk}"
                 )
 
     def run(
@@ -311,7 +331,7 @@ class ModelAdapter:
         self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
     ) -> Tensor:
         """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
-        values: dict[str, Any] = {self._cache_argument: StepCache(), "use_cache": True}
+        values: dict[str, Any] = {self._cache_argument: StepCache(), "use_cache": True} if self._cache_argument else {}
         if self._takes_positions:
             values["position_ids"] = positions
         if self._takes_logit_rows:

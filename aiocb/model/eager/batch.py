@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import GroupTables, StepBatch
+from aiocb.attention.base import GroupTables, StepBatch, first_visible
 from aiocb.records import Record
 from aiocb.step import CacheLayout, StepEntry
 
@@ -72,8 +72,8 @@ def pack(
 
     last_pages = -(-lengths // page_size)
     groups = []
-    for index, (window, *_) in enumerate(layout.groups):
-        first_pages = np.zeros_like(computed) if window is None else np.maximum(computed - window + 1, 0) // page_size
+    for index, group in enumerate(layout.groups):
+        first_pages = first_visible(computed, group.window, group.chunk) // page_size
         visible = zip(owners, first_pages.tolist(), last_pages.tolist(), strict=True)
         tables = [record.tables[index][first:last] for record, first, last in visible]
         pages = np.frombuffer(array("i", chain.from_iterable(tables)), dtype=np.int32)
@@ -82,7 +82,7 @@ def pack(
             raise ValueError("a block table is shorter than the tokens that it has to hold")
         place = positions // page_size + (page_starts[:-1] - first_pages)[row_of_token]
         slots = torch.from_numpy(pages[place].astype(_INT) * page_size + positions % page_size).to(device)
-        groups.append(GroupTables(window, slots, pages, page_starts, first_pages * page_size))
+        groups.append(GroupTables(group.window, slots, pages, page_starts, first_pages * page_size, group.chunk))
     return PackedStep(
         torch.from_numpy(np.frombuffer(ids, dtype=_INT).copy()).to(device).unsqueeze(0),
         torch.from_numpy(positions).to(device).unsqueeze(0),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import Attention, AttentionBackend, LayerSpec, StepBatch
+from aiocb.attention.base import Alibi, Attention, AttentionBackend, LayerSpec, StepBatch
 from aiocb.attention.paged import RowKeys, additive, causal_mask, row_attention
 from aiocb.model.eager.masks import MaskFunction, MaskKind, NotPlainError, kind_of
 from aiocb.model.kv import PagedCache
@@ -24,7 +24,8 @@ __all__ = ["KEPT_KEYS", "AttentionCall", "Handler", "PagedHandler", "Recorder"]
 _HARMLESS = {
     "cache", "cache_position", "dropout", "is_causal", "layer_idx", "logits_to_keep", "num_items_in_batch",
     "output_attentions", "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
-    "position_embeddings", "position_ids", "return_dict", "scaling", "sliding_window", "softcap", "s_aux", "use_cache",
+    "position_embeddings", "position_ids", "return_dict", "scaling", "sliding_window", "softcap", "s_aux", "slopes",
+    "use_cache",
 }  # fmt: skip
 """Keywords of an attention call that change nothing here, or are honoured."""
 
@@ -41,11 +42,13 @@ class AttentionCall:
         query: [1, H, T, Dk]
         key, value: [1, K, L, Dk] and [1, K, L, Dv]
         mask: what the module adds to the scores; models whose masks are not built pass None.
-        scaling, window, softcap, sinks: as in `LayerSpec` and `Attention`.
+        scaling, window, softcap, sinks, alibi, slopes: as in `LayerSpec` and `Attention`.
         options: all keywords.
     """
 
-    __slots__ = ("key", "mask", "module", "options", "query", "scaling", "sinks", "softcap", "value", "window")
+    __slots__ = (
+        "alibi", "key", "mask", "module", "options", "query", "scaling", "sinks", "slopes", "softcap", "value", "window"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -65,6 +68,9 @@ class AttentionCall:
         self.softcap: float | None = float(softcap) if softcap else None
         self.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         self.sinks: Tensor | None = options.get("s_aux")
+        # Only what stands in for a module's own code (see `own_attention`) passes these two.
+        self.alibi: Alibi | None = options.get("alibi")
+        self.slopes: Tensor | None = options.get("slopes")
         self.options = options
 
 
@@ -84,6 +90,10 @@ class Handler(ABC):
             if key is call.key and value is call.value:
                 return layer
         return None
+
+    def made(self, mask: Any) -> bool:
+        """True for a mask that was made in this pass, to find out what the model hides."""
+        return False
 
     @abstractmethod
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -123,6 +133,10 @@ class Recorder(Handler):
         mask = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=device).tril()
         self._handed_out[mask.untyped_storage().data_ptr()] = (mask, mask_function)
         return mask
+
+    def made(self, mask: Any) -> bool:
+        """True for a mask of `make_mask`."""
+        return isinstance(mask, Tensor) and mask.untyped_storage().data_ptr() in self._handed_out
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Note the keys and values, and hand back what came."""
@@ -169,6 +183,7 @@ class Recorder(Handler):
             softcap=call.softcap,
             has_sinks=call.sinks is not None,
             is_gathered=owner is None or bias is not None,
+            alibi=call.alibi,
         )
         # Two users of one layer's keys (shared keys) may have different settings: each call brings its own.
         known = self.specs.setdefault(layer, spec)
@@ -180,8 +195,9 @@ class Recorder(Handler):
             self._note_mask(call, layer)
         length = query.shape[2]
         mask = additive(causal_mask(0, length, 0, length, call.window, query.device), query.dtype)
-        keys = RowKeys(call.key[0], call.value[0], 0, None if bias is None else bias[0])
-        return row_attention(spec, query[0].transpose(0, 1), keys, mask, call.sinks).unsqueeze(0).contiguous()
+        attention = Attention(spec, query[0].transpose(0, 1), key, value, call.sinks, slopes=call.slopes)
+        keys = RowKeys(call.key[0], call.value[0], 0, None if bias is None else bias[0]).biased(attention, 0, length)
+        return row_attention(spec, attention.query, keys, mask, call.sinks).unsqueeze(0).contiguous()
 
     def _note_mask(self, call: AttentionCall, layer: int) -> None:
         if not isinstance(call.mask, Tensor):
@@ -250,8 +266,11 @@ class PagedHandler(Handler):
                 num_heads=query.shape[1], num_kv_heads=len(key), key_dim=key.shape[2], value_dim=value.shape[2]
             )
             bias = None if call.mask is None else call.mask[0]  # [H, T, sum of L]
-            out = self._backend.attend_gathered(Attention(spec, query, key, value, call.sinks, bias), metadata)
+            attention = Attention(spec, query, key, value, call.sinks, bias, call.slopes)
+            out = self._backend.attend_gathered(attention, metadata)
         else:
-            attention = Attention(spec, query, key.transpose(0, 1), value.transpose(0, 1), call.sinks)
+            attention = Attention(
+                spec, query, key.transpose(0, 1), value.transpose(0, 1), call.sinks, None, call.slopes
+            )
             out = self._backend.attend(attention, self._cache.storage[layer], metadata)
         return out.contiguous().unsqueeze(0)
