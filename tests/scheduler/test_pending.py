@@ -75,5 +75,5 @@ def test_withdrawing_takes_entry_budget_and_copies_back() -> None:
     draft.withdraw(fork)
     assert draft.budget == 19 and draft.requests == [leader] and draft.copies == []
     assert leader.is_open and not fork.is_open
-    plan = draft.plan(())
+    plan = draft.plan((), {})
     assert plan.num_tokens == 1 and [opened.request_id for opened in plan.opened] == [1]
