@@ -156,6 +156,24 @@ def test_the_newest_snapshot_of_an_answer_replaces_the_one_before() -> None:
     leave(cache, second, pinned)
 
 
+def test_two_with_the_same_text_do_not_replace_each_others_snapshots() -> None:
+    cache = make(8)
+    first, _ = enter(cache, range(30))
+    second, _ = enter(cache, [*range(16), *range(50, 60)])
+    compute(cache, first, 16, is_rolling=True)
+    compute(cache, second, 16, is_rolling=True)
+    # The second one's has taken the place of the first one's, whose slot is somebody else's now.
+    third, _ = enter(cache, range(100, 109))
+    compute(cache, third, 8)
+    slot = states_of(cache).index.peek(third.block_hashes[1])
+    assert first.rolling is not None and slot is not None
+    first.rolling = first.rolling[0], slot
+    compute(cache, first, 20, is_rolling=True)
+    assert cache.match(CachedSequence([*range(16), 99])) == 4
+    assert cache.match(CachedSequence(list(range(100, 109)))) == 2
+    leave(cache, first, second, third)
+
+
 def test_live_slots_take_the_oldest_snapshot_and_snapshots_take_no_live_slot() -> None:
     cache = make(5)
     for start in (0, 100, 200):
