@@ -107,8 +107,9 @@ class TestRotation:
 
     def test_the_view_is_left_as_it_was(self) -> None:
         model = tiny("llama", rope_parameters=DYNAMIC, max_position_embeddings=64)
+        model(torch.tensor([prompt(200)]))  # the owner's has grown
         runner = TorchRunner(model, EngineConfig(num_blocks=64, native=False), argmax_sampler, max_model_len=256)
-        for length in (100, 30, 80, 64):
+        for length in (64, 100, 64, 30, 80):
             scheduler = ManualScheduler(runner)
             scheduler.add(prompt(length), 5)
             generate(model, prompt(3), 1)

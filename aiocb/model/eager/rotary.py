@@ -100,13 +100,18 @@ def _by_length(
 ) -> Callable[..., Any]:
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         wanted = lengths()
-        if wanted is None or wanted.longest <= switch.length:
+        if wanted is None or wanted.longest < switch.length:
+            return own(x, position_ids, *args, **kwargs)
+        if switch.is_by_length:
+            # One that has grown (the owner's had, or for other tokens) goes back to where it began at position 0 alone.
+            own(x, torch.zeros_like(position_ids[..., :1]), *args, **kwargs)
+        if wanted.longest == switch.length:
             return own(x, position_ids, *args, **kwargs)
         kinds = switch.kinds_of(wanted.of_tokens)
         if position_ids.shape[-1] != len(kinds):
             raise ValueError(f"{position_ids.shape[-1]} positions are rotated in a pass of {len(kinds)} tokens")
         rotations: list[Tensor] = []
-        # In ascending order: a dynamic one grows only. Position 0 alone takes it back to where it began.
+        # In ascending order: a dynamic one grows only.
         for kind in np.unique(kinds).tolist():
             places = torch.from_numpy(np.flatnonzero(kinds == kind)).to(position_ids.device)
             positions = position_ids.index_select(-1, places)
@@ -118,8 +123,6 @@ def _by_length(
                 if number == len(rotations):
                     rotations.append(part.new_empty(*part.shape[:-2], len(kinds), part.shape[-1]))
                 rotations[number].index_copy_(-2, places, part)
-        if switch.is_by_length:
-            own(x, torch.zeros_like(position_ids[..., :1]), *args, **kwargs)
         return tuple(rotations)
 
     return forward
