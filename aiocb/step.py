@@ -55,12 +55,15 @@ class CacheGroup(NamedTuple):
         layers: indices of the model's layers in this group.
         num_blocks: physical blocks, the null block included.
         block_bytes: bytes of one block (one page of K and V for every layer of the group).
+        chunk: a query sees only keys of its own chunk of so many tokens; None is off. Blocks of earlier chunks are
+            kept: for memory such a group is one of full attention.
     """
 
     window: int | None
     layers: tuple[int, ...]
     num_blocks: int
     block_bytes: int
+    chunk: int | None = None
 
 
 class StateLayout(NamedTuple):

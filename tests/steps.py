@@ -27,9 +27,17 @@ class Work(NamedTuple):
     is_sampled: bool
     sampling: SamplingParams
     seed: int
+    state_slot: int = 0
 
     def opened(self) -> OpenedRequest:
-        return OpenedRequest(self.request_id, tuple(self.tokens), self.num_prompt_tokens, self.sampling, self.seed)
+        return OpenedRequest(
+            self.request_id,
+            tuple(self.tokens),
+            self.num_prompt_tokens,
+            self.sampling,
+            self.seed,
+            state_slot=self.state_slot,
+        )
 
     def entry(self) -> StepEntry:
         blocks = tuple(tuple(table) for table in self.block_tables)

@@ -13,7 +13,7 @@ new tokens follow, each a contiguous range of tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,7 +23,24 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Attention", "AttentionBackend", "Capabilities", "GroupTables", "KVFormat", "LayerSpec", "StepBatch"]
+__all__ = [
+    "Alibi",
+    "Attention",
+    "AttentionBackend",
+    "Capabilities",
+    "GroupTables",
+    "KVFormat",
+    "LayerSpec",
+    "StepBatch",
+    "first_visible",
+]
+
+Alibi = Literal["exact", "rounded"]
+"""How a slope m per head biases what a query at q thinks of a key at k.
+
+exact: scores += m * (k - q), after scaling (Bloom, MPT). rounded: products += bfloat16(m * k) - bfloat16(m * q), before
+scaling (Falcon, which rounds m * k in every dtype; what is taken off is the same for all keys, so it changes nothing
+but the size of the numbers)."""
 
 
 class LayerSpec(NamedTuple):
@@ -37,6 +54,9 @@ class LayerSpec(NamedTuple):
         window: tokens that a query sees including itself; None is full attention.
         softcap: scores become `softcap * tanh(scores / softcap)`; None is off.
         has_sinks: one learned extra score per head joins the softmax and is dropped.
+        chunk: a query sees the keys of its own chunk of so many tokens up to itself (positions from
+            `position // chunk * chunk` on); never with a window. None is off.
+        alibi: slopes, which come with each call, bias the scores. None is off.
         is_gathered: the layer works on what the cache returns (latents, expanded keys): it gets the gathered keys and
             values instead of reading pages in place.
     """
@@ -51,6 +71,15 @@ class LayerSpec(NamedTuple):
     softcap: float | None = None
     has_sinks: bool = False
     is_gathered: bool = False
+    chunk: int | None = None
+    alibi: Alibi | None = None
+
+
+def first_visible(queries: Any, window: int | None, chunk: int | None) -> Any:
+    """Position of the oldest key that a query sees. queries: a position, or an array of them."""
+    if chunk is not None:
+        return queries // chunk * chunk
+    return queries * 0 if window is None else (queries - window + 1) * (queries >= window)
 
 
 class KVFormat(NamedTuple):
@@ -85,6 +114,7 @@ class Capabilities(NamedTuple):
         max_head_dim: largest D, None for any.
         head_dim_multiple: D must be a multiple of it.
         page_sizes: allowed page sizes, empty for any.
+        has_chunks, has_alibi: layers with a chunk, or with slopes, can be served.
     """
 
     devices: tuple[str, ...] = ()
@@ -94,6 +124,8 @@ class Capabilities(NamedTuple):
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     page_sizes: tuple[int, ...] = ()
+    has_chunks: bool = False
+    has_alibi: bool = False
 
     def refusal(self, specs: Iterable[LayerSpec], device: str, dtype: str, page_size: int | None) -> str | None:
         """Say why layers cannot run here on pages of a size (None is any), or None when they can."""
@@ -107,6 +139,10 @@ class Capabilities(NamedTuple):
             head_dim = max(spec.key_dim, spec.value_dim)
             if spec.is_gathered and not self.has_gathered:
                 return f"layer {spec.layer} works on gathered keys and values"
+            if spec.chunk is not None and not self.has_chunks:
+                return f"layer {spec.layer} attends in chunks of {spec.chunk}"
+            if spec.alibi is not None and not self.has_alibi:
+                return f"layer {spec.layer} biases its scores by the distance of the keys (ALiBi)"
             if spec.key_dim != spec.value_dim and not self.has_unequal_dims:
                 return f"layer {spec.layer} has keys of {spec.key_dim} and values of {spec.value_dim}"
             if self.max_head_dim is not None and head_dim > self.max_head_dim:
@@ -121,7 +157,7 @@ class GroupTables:
     """One cache group's part of a step: where new keys go, and which pages each row can see.
 
     Attributes:
-        window: of the group's layers.
+        window, chunk: of the group's layers.
         slots: `block * page_size + offset` of each packed token. [T] int64, on the device.
         pages: visible physical blocks of all rows, one row after the other. int32.
         page_starts: row r's pages are `pages[page_starts[r] : page_starts[r + 1]]`. [R + 1]
@@ -133,6 +169,11 @@ class GroupTables:
     pages: npt.NDArray[np.int32]
     page_starts: npt.NDArray[np.int64]
     key_starts: npt.NDArray[np.int64]
+    chunk: int | None = None
+
+    def first_visible(self, queries: Any) -> Any:
+        """Position of the oldest key that a query sees. queries: a position, or an array of them."""
+        return first_visible(queries, self.window, self.chunk)
 
 
 @dataclass(slots=True)
@@ -173,6 +214,7 @@ class Attention(NamedTuple):
         key, value: as given to `write`: [T, K, Dk], [T, K, Dv]; or gathered: [K, sum of L, Dk], [K, sum of L, Dv].
         sinks: [H] or None.
         bias: added to the scores of each row's own keys, where they are gathered. [H, T, sum of L] or None.
+        slopes: of the layer's `alibi`. [H] float32, or None without.
     """
 
     spec: LayerSpec
@@ -181,6 +223,7 @@ class Attention(NamedTuple):
     value: Tensor
     sinks: Tensor | None = None
     bias: Tensor | None = None
+    slopes: Tensor | None = None
 
 
 class AttentionBackend(Protocol):

@@ -28,6 +28,7 @@ __all__ = [
     "RowsMetadata",
     "TorchBackend",
     "additive",
+    "alibi_bias",
     "causal_mask",
     "explicit_attention",
     "row_attention",
@@ -76,6 +77,16 @@ class RowKeys(NamedTuple):
     value: Tensor
     first: int
     bias: Tensor | None = None
+
+    def biased(self, attention: Attention, first_query: int, num_queries: int) -> RowKeys:
+        """Add what the layer's slopes, if it has any, make of the distances from these queries."""
+        if attention.slopes is None:
+            return self
+        device = self.key.device
+        queries = torch.arange(first_query, first_query + num_queries, device=device)[:, None]
+        keys = torch.arange(self.first, self.first + self.key.shape[1], device=device)
+        bias = alibi_bias(attention.spec, attention.slopes[:, None, None], queries, keys)
+        return self._replace(bias=bias if self.bias is None else bias + self.bias)
 
 
 @dataclass(slots=True)
@@ -126,15 +137,31 @@ class RowsMetadata:
 
 
 def causal_mask(
-    first_query: int, num_queries: int, first_key: int, num_keys: int, window: int | None, device: torch.device
+    first_query: int,
+    num_queries: int,
+    first_key: int,
+    num_keys: int,
+    window: int | None,
+    device: torch.device,
+    chunk: int | None = None,
 ) -> Tensor:
-    """True where a query may look: not ahead, and within the window. -> [num_queries, num_keys] bool."""
+    """True where a query may look: not ahead, and within the window, or its chunk. -> [num_queries, num_keys] bool."""
     queries = torch.arange(first_query, first_query + num_queries, device=device)[:, None]
     keys = torch.arange(first_key, first_key + num_keys, device=device)[None, :]
     mask = keys <= queries
     if window is not None:
         mask &= keys > queries - window
+    if chunk is not None:
+        mask &= keys // chunk == queries // chunk
     return mask
+
+
+def alibi_bias(spec: LayerSpec, slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """What is added to the scores (see `Alibi`), in fp32; all are broadcast against each other."""
+    if spec.alibi == "exact":
+        return slopes * (keys - queries)
+    near, far = ((slopes * positions).to(torch.bfloat16).float() for positions in (keys, queries))
+    return (near - far) * spec.scaling
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,7 +176,7 @@ class TorchBackend:
     """
 
     name = "eager"
-    capabilities = Capabilities()
+    capabilities = Capabilities(has_chunks=True, has_alibi=True)
 
     def allocate(
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
@@ -205,16 +232,22 @@ class TorchBackend:
         return out
 
     def _attend_row(self, attention: Attention, metadata: RowsMetadata, row: Row, keys: RowKeys, out: Tensor) -> None:
-        """Attend with one row's queries to its keys and fill its part of `out`, in parts if it is long."""
-        num_queries, window = row.stop - row.start, metadata.tables.window
+        """Attend with one row's queries to its keys and fill its part of `out`, in parts if it is long.
+
+        The queries of a part are of one chunk: it has no keys that only some of them see.
+        """
+        num_queries, tables = row.stop - row.start, metadata.tables
         step = max(1, min(num_queries, MAX_SCORES // max(keys.key.shape[1], 1)))
-        for begin in range(0, num_queries, step):
-            end = min(begin + step, num_queries)
+        end = 0
+        while end < num_queries:
+            begin, end = end, min(end + step, num_queries)
             first = row.first_query + begin
-            low = keys.first if window is None else max(keys.first, first - window + 1)
+            if tables.chunk is not None:
+                end = min(end, begin + tables.chunk - first % tables.chunk)
+            low = max(keys.first, tables.first_visible(first))
             seen = slice(low - keys.first, row.first_query + end - keys.first)
             bias = None if keys.bias is None else keys.bias[:, begin:end, seen]
-            part = RowKeys(keys.key[:, seen], keys.value[:, seen], low, bias)
+            part = RowKeys(keys.key[:, seen], keys.value[:, seen], low, bias).biased(attention, first, end - begin)
             queries = slice(row.start + begin, row.start + end)
             out[queries] = self._attend_part(attention, metadata, attention.query[queries], first, part)
 

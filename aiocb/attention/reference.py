@@ -19,8 +19,8 @@ class ReferenceBackend(TorchBackend):
     def _attend_part(
         self, attention: Attention, metadata: RowsMetadata, query: Tensor, first: int, keys: RowKeys
     ) -> Tensor:
-        window, num_keys = metadata.tables.window, keys.key.shape[1]
-        visible = causal_mask(first, len(query), keys.first, num_keys, window, query.device)
+        tables, num_keys = metadata.tables, keys.key.shape[1]
+        visible = causal_mask(first, len(query), keys.first, num_keys, tables.window, query.device, tables.chunk)
         mask = additive(visible, torch.float32)  # also for a single query: nothing is taken for granted here
         sinks = None if attention.sinks is None else attention.sinks.float()
         whole = keys._replace(key=keys.key.float(), value=keys.value.float())

@@ -3,8 +3,8 @@
 Decode rows are padded into buckets of similar length, the query group is folded into query rows, and the page indices
 of a bucket are made once per step for all its layers. On the CPU a bucket is two batched products and an fp32 softmax:
 SDPA takes three to five times as long there for so few queries (the error of the logits is the same). Prompt chunks,
-and rows that are like no other, go through SDPA one sequence after the other. Soft caps and sinks, which SDPA does not
-know, take the written-out path.
+and rows that are like no other, go through SDPA one sequence after the other. Soft caps, sinks and slopes, which SDPA
+does not know, take the written-out path.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from aiocb.attention.paged import (
     RowsMetadata,
     TorchBackend,
     additive,
+    alibi_bias,
     explicit_attention,
 )
 
@@ -43,6 +44,7 @@ class Bucket:
         pages: block of each row and page, padded with the null block. [N * P] int64
         mask: additive, None when there is nothing to hide. [1, N, 1, L]
         stale: places in the gathered [N * L] behind a row's last key in its last page: of whoever had the page before.
+        queries, first_keys: position of each row's query, and of its first gathered key. [N] int64, on the host
     """
 
     size: int
@@ -50,6 +52,23 @@ class Bucket:
     pages: Tensor
     mask: Tensor | None
     stale: Tensor
+    queries: npt.NDArray[np.int64]
+    first_keys: npt.NDArray[np.int64]
+    _positions: tuple[Tensor, Tensor] | None = None
+
+    def bias(self, attention: Attention, num_kv_heads: int, num_keys: int) -> Tensor | None:
+        """What is added to the scores of a layer: the mask, and what slopes make of distances. [K, N, G, 1, L]."""
+        mask = None if self.mask is None else self.mask.unsqueeze(-2)
+        if attention.slopes is None:
+            return mask
+        if self._positions is None:  # the first layer with slopes makes them for all
+            device = attention.query.device
+            first_keys = torch.from_numpy(self.first_keys).to(device).view(-1, 1, 1, 1)
+            queries = torch.from_numpy(self.queries).to(device).view(-1, 1, 1, 1)
+            self._positions = queries, first_keys + torch.arange(num_keys, device=device)
+        slopes = attention.slopes.view(num_kv_heads, 1, -1, 1, 1)
+        bias = alibi_bias(attention.spec, slopes, *self._positions)
+        return bias if mask is None else bias + mask
 
 
 @dataclass(slots=True)
@@ -106,12 +125,12 @@ class SdpaBackend(TorchBackend):
         """Attend with one query per row. query [N, H, Dk] -> [N, H, Dv]."""
         k, v = self._take("key", storage.key, bucket), self._take("value", storage.value, bucket)  # [K, N, L, D]
         q = query.view(bucket.size, len(k), -1, k.shape[-1]).transpose(0, 1)  # [K, N, G, Dk]
-        spec, sinks, mask = attention.spec, attention.sinks, bucket.mask
-        if query.device.type != "cpu" and spec.softcap is None and sinks is None:
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.scaling)
+        spec, sinks = attention.spec, attention.sinks
+        if query.device.type != "cpu" and spec.softcap is None and sinks is None and attention.slopes is None:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.mask, scale=spec.scaling)
         else:
-            mask = None if mask is None else mask.unsqueeze(-2)
-            attended = explicit_attention(spec, q.unsqueeze(-2), k, v, mask, sinks).squeeze(-2)
+            bias = bucket.bias(attention, len(k), k.shape[2])
+            attended = explicit_attention(spec, q.unsqueeze(-2), k, v, bias, sinks).squeeze(-2)
         return attended.transpose(0, 1).flatten(1, 2)
 
     def _attend_part(
@@ -162,7 +181,7 @@ def _bucket(batch: StepBatch, group: int, members: npt.NDArray[np.int64]) -> Buc
     key_starts, lengths = tables.key_starts[members], batch.lengths[members]
     stops = lengths - key_starts  # behind each row's last key, within its padded pages [N]
     is_key = places < stops[:, None]
-    visible = is_key if tables.window is None else is_key & (places >= (lengths - tables.window - key_starts)[:, None])
+    visible = is_key & (places >= (tables.first_visible(lengths - 1) - key_starts)[:, None])
     stale = np.flatnonzero(~is_key & (places < (counts * page_size)[:, None]))
     mask = None
     if not visible.all():
@@ -173,4 +192,6 @@ def _bucket(batch: StepBatch, group: int, members: npt.NDArray[np.int64]) -> Buc
         torch.from_numpy(pages.astype(np.int64)).flatten().to(device),
         mask,
         torch.from_numpy(stale).to(device),
+        lengths - 1,
+        key_starts,
     )

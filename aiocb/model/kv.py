@@ -2,7 +2,7 @@
 
     page    S tokens of one layer
     block   one page for every layer of a group; what a block table names; unit of ownership and sharing
-    group   layers of one attention kind (full, or one window): they share block tables
+    group   layers of one attention kind (full, one window, or one chunk): they share block tables
     cache   all groups; block 0 of each is the null block (zero, never written)
 
 Example: Gemma 3 270M has 3 full layers and 15 with a window of 512. Two groups: a request of 2000 tokens with pages of
@@ -99,9 +99,10 @@ def choose_layout(
     Raises:
         ConfigError: not even one short request would fit.
     """
-    ordered = sorted(specs, key=lambda spec: (spec.window is not None, spec.window or 0))  # full attention first
-    groups = [(window, tuple(layers)) for window, layers in groupby(ordered, key=lambda spec: spec.window)]
-    block_bytes = [sum(kv_format.page_bytes(spec, page_size) for spec in layers) for _, layers in groups]
+    ordered = sorted(specs, key=lambda spec: (spec.window or 0, spec.chunk or 0))  # full attention first
+    kinds = groupby(ordered, key=lambda spec: (spec.window, spec.chunk))
+    groups = [(*kind, tuple(layers)) for kind, layers in kinds]
+    block_bytes = [sum(kv_format.page_bytes(spec, page_size) for spec in layers) for *_, layers in groups]
     chunk = config.max_prefill_chunk or config.max_batch_tokens or 512
 
     def blocks_for(num_pages: int) -> list[int]:
@@ -109,7 +110,7 @@ def choose_layout(
         num_requests = max(num_tokens // CPU_TOKENS_PER_REQUEST, 1)
         held = (
             num_tokens if window is None else min(num_tokens, num_requests * (window + chunk + 2 * page_size))
-            for window, _ in groups
+            for window, *_ in groups
         )
         return [-(-tokens // page_size) for tokens in held]
 
@@ -135,8 +136,8 @@ def choose_layout(
     return CacheLayout(
         page_size,
         tuple(
-            CacheGroup(window, tuple(spec.layer for spec in layers), count + 1, size)
-            for (window, layers), count, size in zip(groups, blocks, block_bytes, strict=True)
+            CacheGroup(window, tuple(spec.layer for spec in layers), count + 1, size, chunk_size)
+            for (window, chunk_size, layers), count, size in zip(groups, blocks, block_bytes, strict=True)
         ),
     ), choice
 

@@ -100,23 +100,32 @@ def _plans(prompts: Sequence[list[int]], layout: CacheLayout) -> Iterator[StepPl
     """Yield steps in which chunks and single tokens of the prompts are mixed."""
     opened, tables, first_block = [], [], 1
     for number, tokens in enumerate(prompts):
-        opened.append(OpenedRequest(number, tuple(tokens), len(tokens), SamplingParams(), 0))
+        slot = 0 if layout.states is None else number + 1
+        opened.append(OpenedRequest(number, tuple(tokens), len(tokens), SamplingParams(), 0, state_slot=slot))
         blocks = tuple(range(first_block, first_block - (-len(tokens) // layout.page_size)))
         tables.append((blocks,) * len(layout.groups))
         first_block += len(blocks)
-    # A chunk alone, chunks together, a chunk beside a single token, a single token beside a chunk.
-    shares = ((0.4, 0.0), (0.75, 0.5), (0.95, 0.65), (1.0, 1.0))
     done = [0] * len(prompts)
-    for step in shares:
+    for step in zip(*(_stops(number, len(tokens)) for number, tokens in enumerate(prompts)), strict=True):
         entries = []
-        for number, tokens in enumerate(prompts):
-            count = round(step[number] * len(tokens)) - done[number]
+        for number, upto in enumerate(step):
+            count = upto - done[number]
             if count:
                 entries.append(StepEntry(number, done[number], count, count, False, new_blocks=tables[number]))
-                done[number] += count
+                done[number] = upto
         if entries:
             yield StepPlan(tuple(entries), sum(entry.num_new_tokens for entry in entries), tuple(opened))
             opened = []
+
+
+def _stops(number: int, length: int) -> list[int]:
+    """How far a prompt is after each step.
+
+    A chunk that begins; a single token beside one that begins; two of them; chunks that go on; one beside a token.
+    """
+    first = round(0.4 * length)
+    stops = ((first, first + 1, first + 2, length - 1, length), (0, 1, 2, length - 2, length))[number]
+    return [min(max(stops[: index + 1]), length) for index in range(len(stops))]
 
 
 def _own_logits(model: Any, tokens: list[int]) -> Tensor:

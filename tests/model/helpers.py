@@ -248,6 +248,7 @@ class ManualScheduler:
                     is_last,
                     GREEDY,
                     0,
+                    1 + sequence.id if self.layout.states else 0,
                 )
             )
             running.append((sequence, count))

@@ -113,10 +113,13 @@ class TestMasks:
         specs = ModelAdapter(tiny("phimoe", sliding_window=8, num_local_experts=4)).specs
         assert [spec.window for spec in specs.values()] == [8, 8]
 
-    def test_chunked_attention_bounds_the_length(self) -> None:
-        model = tiny("llama4_text", attention_chunk_size=32, num_local_experts=2, head_dim=16, intermediate_size_mlp=96)
+    def test_chunks_are_layers_of_their_own_kind(self) -> None:
+        types = ["chunked_attention", "full_attention"]
+        model = tiny("llama4_text", attention_chunk_size=32, layer_types=types, num_local_experts=2)
         runner = open_module(model, EngineConfig(native=False, num_blocks=64), argmax_sampler).runner
-        assert runner.max_model_len == 32
+        assert runner.max_model_len == 512
+        kinds = [(group.window, group.chunk, group.layers) for group in runner.cache_layout.groups]
+        assert kinds == [(None, None, (1,)), (None, 32, (0,))]
 
 
 class TestCacheSize:

@@ -65,10 +65,10 @@ class TestBounds:
 
     def test_the_runner_says_so(self) -> None:
         runner = TorchRunner(
-            tiny("llama4_text", attention_chunk_size=32), EngineConfig(num_blocks=64), argmax_sampler, max_model_len=512
+            tiny("doge", keep_window_size=32), EngineConfig(num_blocks=64), argmax_sampler, max_model_len=512
         )
         assert runner.max_model_len == 32
-        assert "chunk" in described(runner)["max_model_len"]
+        assert "keep_window_size" in described(runner)["max_model_len"]
 
 
 class TestTemperatures:
@@ -82,9 +82,13 @@ class TestTemperatures:
         assert run(model, 5, 19, 50) == wanted
         assert run(model, 5, 19, 50, native=None) == wanted
 
-    def test_a_chunk_below_the_length_of_the_self_check(self) -> None:
-        model = tiny("llama4_text", attention_chunk_size=8, **TEMPERATURES)
-        assert run(model, 5, 3, num_new=3) == [generate(model, prompt(length), 3) for length in (5, 3)]
+    @pytest.mark.parametrize("chunk", [8, 12, 32])
+    @pytest.mark.parametrize("backend", [None, "reference"])
+    def test_far_beyond_the_chunk(self, chunk: int, backend: str | None) -> None:
+        model = tiny("llama4_text", attention_chunk_size=chunk, **TEMPERATURES)
+        lengths = (chunk - 1, chunk, chunk + 1, 5, 90)
+        wanted = [generate(model, prompt(length), 2 * chunk) for length in lengths]
+        assert run(model, *lengths, num_new=2 * chunk, attention=backend, num_blocks=128, page_size=4) == wanted
 
     def test_other_uses_of_the_length_are_refused(self) -> None:
         model: Any = tiny("llama")

@@ -186,10 +186,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "values", "reason"),
         [
-            ("mamba2", {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 8}, "convolution state"),
-            ("bloom", {"n_layer": 2, "n_head": 4}, "own attention code"),
-            ("falcon", {}, "own attention code"),
-            ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 64}, "own attention code"),
             ("deepseek_v32", {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 64, **SPARSE}, "indexer"),
             ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse"] * 2, **MOE}, "works on its cache by itself"),
             ("rwkv", {"attention_hidden_size": 64}, "its forward takes no cache"),

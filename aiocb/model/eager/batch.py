@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import GroupTables, StepBatch
+from aiocb.attention.base import GroupTables, StepBatch, first_visible
 from aiocb.records import Record
 from aiocb.step import CacheLayout, StepEntry
 
@@ -33,12 +33,14 @@ class PackedStep(NamedTuple):
         positions: absolute, [1, T] int64
         logit_rows: packed tokens whose logits are needed, in the order of the plan. [N] int64
         batch: what attention needs.
+        state_slots: of each row, in the packed order; empty where there are no states. [R]
     """
 
     input_ids: Tensor
     positions: Tensor
     logit_rows: Tensor
     batch: StepBatch
+    state_slots: tuple[int, ...] = ()
 
 
 def pack(
@@ -51,6 +53,9 @@ def pack(
     """Pack the entries of a plan and the records of their requests."""
     order = [index for index, entry in enumerate(entries) if entry.num_new_tokens == 1]
     num_decodes = len(order)
+    if layout.states is not None:
+        # What goes on first, what begins with one token behind it; slots that follow each other need not be gathered.
+        order.sort(key=lambda index: (entries[index].num_computed_tokens == 0, records[index].state_slot))
     if num_decodes != len(entries):
         order += [index for index, entry in enumerate(entries) if entry.num_new_tokens != 1]
     rows = [entries[index] for index in order]
@@ -72,8 +77,8 @@ def pack(
 
     last_pages = -(-lengths // page_size)
     groups = []
-    for index, (window, *_) in enumerate(layout.groups):
-        first_pages = np.zeros_like(computed) if window is None else np.maximum(computed - window + 1, 0) // page_size
+    for index, group in enumerate(layout.groups):
+        first_pages = first_visible(computed, group.window, group.chunk) // page_size
         visible = zip(owners, first_pages.tolist(), last_pages.tolist(), strict=True)
         tables = [record.tables[index][first:last] for record, first, last in visible]
         pages = np.frombuffer(array("i", chain.from_iterable(tables)), dtype=np.int32)
@@ -82,12 +87,13 @@ def pack(
             raise ValueError("a block table is shorter than the tokens that it has to hold")
         place = positions // page_size + (page_starts[:-1] - first_pages)[row_of_token]
         slots = torch.from_numpy(pages[place].astype(_INT) * page_size + positions % page_size).to(device)
-        groups.append(GroupTables(window, slots, pages, page_starts, first_pages * page_size))
+        groups.append(GroupTables(group.window, slots, pages, page_starts, first_pages * page_size, group.chunk))
     return PackedStep(
         torch.from_numpy(np.frombuffer(ids, dtype=_INT).copy()).to(device).unsqueeze(0),
         torch.from_numpy(positions).to(device).unsqueeze(0),
         torch.from_numpy(_logit_rows(entries, order, starts)).to(device),
         StepBatch(num_decodes, starts, computed, lengths, tuple(groups), page_size, device, dtype),
+        () if layout.states is None else tuple(record.state_slot for record in owners),
     )
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import Attention, AttentionBackend, LayerSpec, StepBatch
+from aiocb.attention.base import Alibi, Attention, AttentionBackend, LayerSpec, StepBatch
 from aiocb.attention.paged import RowKeys, additive, causal_mask, row_attention
 from aiocb.model.eager.masks import MaskFunction, MaskKind, NotPlainError, kind_of
+from aiocb.model.eager.states import StateKey, StateRows, StateSpec, convolved
 from aiocb.model.kv import PagedCache
 
 __all__ = ["KEPT_KEYS", "AttentionCall", "Handler", "PagedHandler", "Recorder"]
@@ -24,7 +25,8 @@ __all__ = ["KEPT_KEYS", "AttentionCall", "Handler", "PagedHandler", "Recorder"]
 _HARMLESS = {
     "cache", "cache_position", "dropout", "is_causal", "layer_idx", "logits_to_keep", "num_items_in_batch",
     "output_attentions", "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
-    "position_embeddings", "position_ids", "return_dict", "scaling", "sliding_window", "softcap", "s_aux", "use_cache",
+    "position_embeddings", "position_ids", "return_dict", "scaling", "sliding_window", "softcap", "s_aux", "slopes",
+    "use_cache",
 }  # fmt: skip
 """Keywords of an attention call that change nothing here, or are honoured."""
 
@@ -41,11 +43,13 @@ class AttentionCall:
         query: [1, H, T, Dk]
         key, value: [1, K, L, Dk] and [1, K, L, Dv]
         mask: what the module adds to the scores; models whose masks are not built pass None.
-        scaling, window, softcap, sinks: as in `LayerSpec` and `Attention`.
+        scaling, window, softcap, sinks, alibi, slopes: as in `LayerSpec` and `Attention`.
         options: all keywords.
     """
 
-    __slots__ = ("key", "mask", "module", "options", "query", "scaling", "sinks", "softcap", "value", "window")
+    __slots__ = (
+        "alibi", "key", "mask", "module", "options", "query", "scaling", "sinks", "slopes", "softcap", "value", "window"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -65,6 +69,9 @@ class AttentionCall:
         self.softcap: float | None = float(softcap) if softcap else None
         self.scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         self.sinks: Tensor | None = options.get("s_aux")
+        # Only what stands in for a module's own code (see `own_attention`) passes these two.
+        self.alibi: Alibi | None = options.get("alibi")
+        self.slopes: Tensor | None = options.get("slopes")
         self.options = options
 
 
@@ -85,6 +92,10 @@ class Handler(ABC):
                 return layer
         return None
 
+    def made(self, mask: Any) -> bool:
+        """True for a mask that was made in this pass, to find out what the model hides."""
+        return False
+
     @abstractmethod
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Take new keys and values [1, K, T, D]; return what the layer goes on with."""
@@ -93,30 +104,74 @@ class Handler(ABC):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend: query [1, H, T, D] -> [1, T, H, Dv]."""
 
+    @abstractmethod
+    def get_state(self, key: StateKey) -> Tensor | None:
+        """Return a state [B, ...] that may be written to, or None where there is none yet."""
+
+    @abstractmethod
+    def put_state(self, key: StateKey, state: Tensor) -> None:
+        """Take a new state [B, ...]."""
+
+    @abstractmethod
+    def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
+        """Take new inputs of a convolution [B, C, L]; return them behind those that it has to see as well."""
+
+    @property
+    def initial_state(self) -> Tensor | None:
+        """The recurrent state [B, ...] that the mixer has asked for; None where its requests begin."""
+        return None
+
+    def finish_part(self) -> None:  # noqa: B027, most have nothing to do
+        """End the call of a mixer for one part of a step."""
+
 
 class Recorder(Handler):
     """Handler of the dry runs: one request from position 0, plain attention, everything written down.
 
     Attributes:
         specs: by layer.
-        attending: ids of the modules that have attended, and the layers that they attended to.
+        attending: modules that have attended (their ids), the layers that they attended to, and what they are.
         unsure: by layer, the module that does not say that it is causal: its mask has to.
         masks: what they hide, by layer, where masks were asked for and arrived unchanged.
+        states: one request's part of each state.
+        stack: modules that take the cache and are being called, where somebody watches.
+        owners: the states that each of them works on, of the innermost one that was called.
+        attentive: those within which keys were cached.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.specs: dict[int, LayerSpec] = {}
-        self.attending: set[tuple[int, int]] = set()
+        self.attending: dict[tuple[int, int], str] = {}
         self.unsure: dict[int, str] = {}
         self.masks: dict[int, MaskKind] = {}
+        self.states: dict[StateKey, StateSpec] = {}
+        self.stack: list[torch.nn.Module] = []
+        self.owners: dict[torch.nn.Module, set[StateKey]] = {}
+        self.attentive: set[torch.nn.Module] = set()
         self._pending: int | None = None
         self._handed_out: dict[int, tuple[Tensor, MaskFunction]] = {}
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return next(iter(self.updates.values()))[0].dtype
+    def dtype(self) -> torch.dtype | None:
+        """Of keys and values; None where there are none."""
+        return next((key.dtype for key, _ in self.updates.values()), None)
+
+    def get_state(self, key: StateKey) -> None:
+        """Return nothing: the request begins."""
+        if self.stack:
+            self.owners.setdefault(self.stack[-1], set()).add(key)
+
+    def put_state(self, key: StateKey, state: Tensor) -> None:
+        """Note what the state is."""
+        self.get_state(key)
+        self.states[key] = StateSpec(tuple(state.shape[1:]), state.dtype)
+
+    def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
+        """Note what the state is, and go on as at the beginning of a request."""
+        all_inputs = convolved(None, inputs, width or inputs.shape[-1])
+        self.put_state(key, all_inputs[..., all_inputs.shape[-1] - (width or inputs.shape[-1]) :])
+        return all_inputs
 
     def make_mask(self, mask_function: MaskFunction, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
         """Make a causal mask that is recognised when it comes back: [1, 1, num_queries, num_keys]."""
@@ -124,9 +179,14 @@ class Recorder(Handler):
         self._handed_out[mask.untyped_storage().data_ptr()] = (mask, mask_function)
         return mask
 
+    def made(self, mask: Any) -> bool:
+        """True for a mask of `make_mask`."""
+        return isinstance(mask, Tensor) and mask.untyped_storage().data_ptr() in self._handed_out
+
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Note the keys and values, and hand back what came."""
         self._check_attended()
+        self.attentive.update(self.stack)
         if key.dim() != 4 or value.dim() != 4 or len(key) != 1 or key.shape[:3] != value.shape[:3]:
             raise NotPlainError(f"layer {layer} caches tensors of shape {tuple(key.shape)} and {tuple(value.shape)}")
         first = next(iter(self.updates.values()), (key, value))[0]
@@ -169,19 +229,21 @@ class Recorder(Handler):
             softcap=call.softcap,
             has_sinks=call.sinks is not None,
             is_gathered=owner is None or bias is not None,
+            alibi=call.alibi,
         )
         # Two users of one layer's keys (shared keys) may have different settings: each call brings its own.
         known = self.specs.setdefault(layer, spec)
         if known.window != spec.window:
             raise NotPlainError(f"layer {layer} is attended to with windows {known.window} and {spec.window}")
         self.specs[layer] = known._replace(is_gathered=known.is_gathered or spec.is_gathered)
-        self.attending.add((id(module), layer))
+        self.attending[id(module), layer] = name
         if self._handed_out:
             self._note_mask(call, layer)
         length = query.shape[2]
         mask = additive(causal_mask(0, length, 0, length, call.window, query.device), query.dtype)
-        keys = RowKeys(call.key[0], call.value[0], 0, None if bias is None else bias[0])
-        return row_attention(spec, query[0].transpose(0, 1), keys, mask, call.sinks).unsqueeze(0).contiguous()
+        attention = Attention(spec, query[0].transpose(0, 1), key, value, call.sinks, slopes=call.slopes)
+        keys = RowKeys(call.key[0], call.value[0], 0, None if bias is None else bias[0]).biased(attention, 0, length)
+        return row_attention(spec, attention.query, keys, mask, call.sinks).unsqueeze(0).contiguous()
 
     def _note_mask(self, call: AttentionCall, layer: int) -> None:
         if not isinstance(call.mask, Tensor):
@@ -197,7 +259,7 @@ class Recorder(Handler):
     def check_finished(self) -> None:
         """Raise when the last update was never attended to."""
         self._check_attended()
-        if not self.specs:
+        if not self.specs and not self.states:
             raise NotPlainError("no layer uses the cache and the attention interface")
 
     def _check_attended(self) -> None:
@@ -206,12 +268,22 @@ class Recorder(Handler):
 
 
 class PagedHandler(Handler):
-    """Handler of a step: keys go to pages, attention goes to the backend."""
+    """Handler of a step: keys go to pages, attention goes to the backend, states are those of the rows.
+
+    Args:
+        rows: None where states are only asked for within the parts of the step.
+    """
 
     def __init__(
-        self, backend: AttentionBackend, cache: PagedCache, specs: Mapping[int, LayerSpec], batch: StepBatch
+        self,
+        backend: AttentionBackend,
+        cache: PagedCache,
+        specs: Mapping[int, LayerSpec],
+        batch: StepBatch,
+        rows: StateRows | None = None,
     ) -> None:
         super().__init__()
+        self._rows = rows
         self._backend = backend
         self._cache = cache
         self._specs = specs
@@ -250,8 +322,38 @@ class PagedHandler(Handler):
                 num_heads=query.shape[1], num_kv_heads=len(key), key_dim=key.shape[2], value_dim=value.shape[2]
             )
             bias = None if call.mask is None else call.mask[0]  # [H, T, sum of L]
-            out = self._backend.attend_gathered(Attention(spec, query, key, value, call.sinks, bias), metadata)
+            attention = Attention(spec, query, key, value, call.sinks, bias, call.slopes)
+            out = self._backend.attend_gathered(attention, metadata)
         else:
-            attention = Attention(spec, query, key.transpose(0, 1), value.transpose(0, 1), call.sinks)
+            attention = Attention(
+                spec, query, key.transpose(0, 1), value.transpose(0, 1), call.sinks, None, call.slopes
+            )
             out = self._backend.attend(attention, self._cache.storage[layer], metadata)
         return out.contiguous().unsqueeze(0)
+
+    @property
+    def initial_state(self) -> Tensor | None:
+        """The recurrent state [B, ...] that the mixer has asked for; None where its requests begin."""
+        return None if self._rows is None else self._rows.initial
+
+    def get_state(self, key: StateKey) -> Tensor | None:
+        """Return a state of the rows."""
+        return self._known_rows().get(key)
+
+    def put_state(self, key: StateKey, state: Tensor) -> None:
+        """Store a state of the rows."""
+        self._known_rows().put(key, state)
+
+    def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
+        """Store a convolution's state; return all that it has to see."""
+        return self._known_rows().convolve(key, inputs)
+
+    def finish_part(self) -> None:
+        """Write back what a mixer may have written to."""
+        if self._rows is not None:
+            self._rows.finish()
+
+    def _known_rows(self) -> StateRows:
+        if self._rows is None:
+            raise NotPlainError("states are asked for outside of the modules that were learned")
+        return self._rows

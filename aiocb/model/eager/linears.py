@@ -120,7 +120,7 @@ def _source(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
         return None
     if module._forward_pre_hooks or "weight" not in module._parameters:  # a weight that is made anew for every call
         return None
-    if type(module).forward is nn.Linear.forward:
+    if type(module).forward is nn.Linear.forward or type(module).__name__ == "FalconLinear":  # the same, written out
         weight, bias = module.weight, module.bias
     elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # transformers' linear with a transposed weight
         weight, bias = module.weight.T, module.bias

@@ -40,10 +40,6 @@ def sequence_bound(config: Any) -> tuple[int, str]:
             bound = int(original or getattr(config, "original_max_position_embeddings", None) or length)
         if (kind == "longrope" or "dynamic" in kind) and bound <= length:
             length, reason = bound, f"beyond it, rope type {kind} would change the rotation of the whole batch"
-    chunk = getattr(config, "attention_chunk_size", None)
-    types = getattr(config, "layer_types", None) or ()
-    if isinstance(chunk, int) and "chunked_attention" in types and chunk < length:
-        length, reason = chunk, "attention_chunk_size of the model: beyond it, chunked attention is not implemented"
     return length, reason
 
 

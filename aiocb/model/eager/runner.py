@@ -2,7 +2,8 @@
 
 The data path of a step:
 
-    plan ─► copy blocks ─► pack ─► model (keys to pages, attention by the backend) ─► logits ─► sampler ─► result
+    plan ─► copy blocks, states ─► pack ─► model (keys to pages, attention by the backend, states in their slots)
+         ─► logits ─► sampler ─► copy states ─► result
 
 Everything before the sampler is `ModelAdapter.run`.
 """
@@ -23,11 +24,13 @@ from aiocb.errors import ConfigError
 from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, pack_linears
+from aiocb.model.eager.slots import choose_states, layout_without_keys
+from aiocb.model.eager.states import StateStorage
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
 from aiocb.model.parity import check_parity
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
-from aiocb.step import CacheLayout, ImmediateRunner, StepEntry, StepPlan, StepResult
+from aiocb.step import CacheLayout, ImmediateRunner, StateCopy, StateLayout, StepEntry, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,13 +90,39 @@ class TorchRunner(ImmediateRunner):
         self._uses_native |= self._linears is not None
         kv_format = KVFormat.of(adapter.dtype)
         page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
-        layout, layout_choice = choose_layout(
-            kv_format, adapter.specs.values(), page_size, config, self._max_model_len, adapter.device
-        )
+        states, state_choices = self._make_states(config, kv_format, page_size)
+        if adapter.specs:
+            layout, layout_choice = choose_layout(
+                kv_format, adapter.specs.values(), page_size, config, self._max_model_len, adapter.device
+            )
+        else:
+            layout, layout_choice = layout_without_keys(page_size, config, self._max_model_len)
+        layout = layout._replace(states=states)
         self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
         self._records = Records(len(layout.groups))
         parity = check_parity(self._model, self, kv_format.name)
-        return [attention_choice, linears_choice, page_choice, layout_choice, parity]
+        chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, layout_choice]
+        return [*chosen, *state_choices, parity]
+
+    def _make_states(
+        self, config: EngineConfig, kv_format: KVFormat, page_size: int
+    ) -> tuple[StateLayout | None, list[Choice]]:
+        """Make the slots of states, before the cache takes what is left of the memory."""
+        adapter = self._adapter
+        self._states: StateStorage | None = None
+        if not adapter.states:
+            return None, []
+        layout, choices = choose_states(
+            adapter.states.values(),
+            adapter.specs.values(),
+            kv_format,
+            page_size,
+            adapter.scan_chunk,
+            config,
+            adapter.device,
+        )
+        self._states = StateStorage(adapter.states, layout.num_slots, adapter.device)
+        return layout, choices
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -114,15 +143,25 @@ class TorchRunner(ImmediateRunner):
         """Run the model once over the plan and sample; see `step.Runner`."""
         if plan.copies_before:
             self._cache.copy_blocks(plan.copies_before)
+        self._copy_states(plan.states_before)
         records = self._records.begin(plan)
         if plan.closed:
             self._sampler.forget()
         if not plan.entries:
+            self._copy_states(plan.states_after)
             return StepResult(())
         with torch.inference_mode(), self._threads():
             result = self._sampler(self.logits(plan.entries, records), plan.entries, records)
+        self._copy_states(plan.states_after)
         self._records.finish(records, result)
         return result
+
+    def _copy_states(self, copies: Sequence[StateCopy]) -> None:
+        if copies:
+            if self._states is None:
+                raise ValueError("the model has no states to copy")
+            with torch.inference_mode():
+                self._states.copy(copies)
 
     def release(self) -> None:
         """Forget every request; see `step.Runner`."""
@@ -132,7 +171,7 @@ class TorchRunner(ImmediateRunner):
     @torch.inference_mode()
     def logits(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> Tensor:
         """Run the model once: writes keys and values; returns logits [N, V]."""
-        return self._adapter.run(entries, records, self._backend, self._cache)
+        return self._adapter.run(entries, records, self._backend, self._cache, self._states)
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
@@ -154,7 +193,7 @@ class TorchRunner(ImmediateRunner):
             ConfigError: it has become one that cannot be run, or not over the cache that this runner holds.
         """
         adapter, before = ModelAdapter(self._model), self._adapter
-        if (adapter.specs, adapter.dtype, adapter.vocab_size) != (before.specs, before.dtype, before.vocab_size):
+        if any(getattr(adapter, name) != getattr(before, name) for name in ("specs", "states", "dtype", "vocab_size")):
             raise ConfigError("the model's layers are not what they were; build a new engine for it")
         self._adapter = adapter
         if self._linears is not None:
@@ -163,6 +202,8 @@ class TorchRunner(ImmediateRunner):
     def close(self) -> None:
         """Free the cache, the packed weights and the view. Idempotent."""
         self._cache.close()
+        if self._states is not None:
+            self._states.close()
         self._close_linears()
         self.__dict__.pop("_adapter", None)
 
