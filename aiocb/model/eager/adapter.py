@@ -34,8 +34,10 @@ from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedH
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.mixers import Mixer, Watch, explain, learn_mixers, split
 from aiocb.model.eager.own_attention import needs_masks, take_over
+from aiocb.model.eager.packed import PackedStates
 from aiocb.model.eager.passes import Part, Pass, current, entered
 from aiocb.model.eager.positions import learn_tables, sequence_bound
+from aiocb.model.eager.recurrence import Scans
 from aiocb.model.eager.states import StateKey, StateRows, StateSpec, StateStorage
 from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
@@ -96,7 +98,7 @@ class ModelAdapter:
         states: one request's part of each state, likewise.
         mixers: modules that are called in parts, likewise.
         scan_chunk: tokens that the mixers scan at once.
-        choices: how mixers are called, where not all are packed.
+        scans: what mixers scan packed rows with; None where all are called in parts, for the reason `why_split`.
         dtype: of keys and values.
         device: of the model's input.
         vocab_size: rows of the logits.
@@ -152,7 +154,9 @@ class ModelAdapter:
         recorder, logits = tried
         self.dtype: torch.dtype = recorder.dtype or self.view.model.dtype
         self.states: dict[StateKey, StateSpec] = dict(sorted(recorder.states.items()))
-        self.choices: list[Choice] = []
+        self.scans: Scans | None = None
+        self.why_split = "not asked for"
+        self._attending = tuple(recorder.attending.values())
         self.scan_chunk = SCAN_CHUNK
         self.mixers = self._learn_mixers() if self.states else []
         self.vocab_size = int(logits.shape[-1])
@@ -176,8 +180,15 @@ class ModelAdapter:
             split(mixer)
         chunks = (getattr(mixer.module, "chunk_size", SCAN_CHUNK) for mixer in mixers)
         self.scan_chunk = math.lcm(*(chunk for chunk in chunks if isinstance(chunk, int)))
-        self.choices = [explain(mixers, watches[0].recorder.attending.values())]
         return mixers
+
+    @property
+    def choices(self) -> list[Choice]:
+        """How mixers are called, where not all only attend."""
+        if not self.mixers:
+            return []
+        scans = None if self.scans is None else self.scans.name
+        return [explain(self.mixers, self._attending, scans, self.why_split)]
 
     def _learn_masks(self, unsure: Mapping[int, str]) -> None:
         """Let the model build its masks once: take windows and chunks from them."""
@@ -294,11 +305,14 @@ class ModelAdapter:
         """Pack the entries of a plan, and run the model over pages and slots: logits [N, V]."""
         packed = pack(entries, records, cache.layout, self.device, self.dtype)
         handler = PagedHandler(backend, cache, self.specs, packed.batch)
-        parts = None
-        if storage is not None:
+        parts, whole = None, None
+        if storage is not None and self.scans is not None:
+            answering = PackedStates(storage, packed.rows, self.scans)
+            whole = Pass(answering, packed.positions, 0)
+        if storage is not None and (whole is None or not all(mixer.is_packed for mixer in self.mixers)):
             rows_of = functools.partial(PagedHandler, backend, cache, self.specs, packed.batch)
             parts = [_part(packed, rows_of, storage, *rows) for rows in _rows_of_parts(packed)]
-        return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler, parts=parts)
+        return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler, parts=parts, whole=whole)
 
     def forward(
         self,
@@ -308,6 +322,7 @@ class ModelAdapter:
         handler: Handler,
         past: Any = 0,
         parts: Sequence[Part] | None = None,
+        whole: Pass | None = None,
     ) -> Tensor:
         """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
         values: dict[str, Any] = {self._cache_argument: StepCache(), "use_cache": True} if self._cache_argument else {}
@@ -318,7 +333,7 @@ class ModelAdapter:
         if self._counts_by_cache:
             # Such models add the length to 0, 1, 2, ...: what is added here makes the packed positions of it.
             past = positions[0] - torch.arange(positions.shape[1], device=positions.device)
-        with entered(Pass(handler, positions, past, parts)):
+        with entered(Pass(handler, positions, past, parts, whole)):
             logits: Tensor = self.view.model(input_ids=input_ids, **values).logits  # [1, N, V]
         if not self._takes_logit_rows:
             logits = logits.index_select(1, logit_rows)

@@ -15,8 +15,7 @@ Legend: T packed tokens, B requests of a part, L tokens of one request.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,8 +26,10 @@ from transformers.cache_utils import Cache
 from aiocb.config import Choice
 from aiocb.model.eager.handlers import Recorder
 from aiocb.model.eager.masks import NotPlainError
+from aiocb.model.eager.packed import packed_forward
 from aiocb.model.eager.passes import Part, current, entered
 from aiocb.model.eager.scans import continued
+from aiocb.model.eager.states import StateKey
 
 __all__ = ["Mixer", "Watch", "explain", "learn_mixers", "split"]
 
@@ -43,11 +44,18 @@ class Mixer(NamedTuple):
         module: of the view.
         arguments: dimensions of what it is given: positional, by keyword.
         result: of what it returns.
+        packed: a forward that computes all tokens in one call, or why there is none.
     """
 
     module: nn.Module
     arguments: tuple[_Dims, _Dims]
     result: _Dims
+    packed: Callable[..., Any] | str
+
+    @property
+    def is_packed(self) -> bool:
+        """True when all tokens can be computed in one call."""
+        return not isinstance(self.packed, str)
 
 
 class _Call(NamedTuple):
@@ -123,8 +131,15 @@ def learn_mixers(first: Watch, second: Watch) -> list[Mixer]:
         lengths = first.num_tokens, second.num_tokens
         one, other = first.calls[module], second.calls[module]
         args, kwargs, result = (_dims(*pair, lengths, name) for pair in zip(one, other, strict=True))
-        mixers.append(Mixer(module, (args, kwargs), result))
+        mixers.append(Mixer(module, (args, kwargs), result, _packed(module, owners[module])))
     return mixers
+
+
+def _packed(module: nn.Module, states: set[StateKey]) -> Callable[..., Any] | str:
+    try:
+        return packed_forward(module, {key.kind for key in states})
+    except NotPlainError as error:
+        return str(error)
 
 
 def _dims(first: Any, second: Any, lengths: tuple[int, int], name: str) -> _Dims:
@@ -157,12 +172,15 @@ def _or_none(found: list[_Dims]) -> _Dims:
 
 
 def split(mixer: Mixer) -> None:
-    """Call the mixer in the parts of a step, from now on; hooks run around the whole of it as before."""
-    own = continued(mixer.module.forward)
+    """Call the mixer packed or in the parts of a step, from now on; hooks run around the whole of it as before."""
+    own, packed = continued(mixer.module.forward), mixer.packed
     (args_dims, kwargs_dims), result_dims = mixer.arguments, mixer.result
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         answering = current(None)
+        if answering is not None and answering.packed is not None and not isinstance(packed, str):
+            with entered(answering.packed):
+                return packed(*args, **kwargs)
         if answering is None or answering.parts is None:
             return own(*args, **kwargs)
         results = []
@@ -207,13 +225,21 @@ def _joined(results: list[Any], dims: _Dims, parts: Sequence[Part]) -> Any:
     return type(first)._make(items) if hasattr(first, "_make") else type(first)(items)
 
 
-def explain(mixers: Sequence[Mixer], packed: Iterable[str]) -> Choice:
-    """Say of each kind of mixer how it is called, and why."""
-    counts = Counter(type(mixer.module).__name__ for mixer in mixers)
-    names = [*(f"{name} split" for name in counts), *(f"{name} packed" for name in sorted(set(packed) - set(counts)))]
-    return Choice(
-        "mixers",
-        ", ".join(names),
-        "what keeps a state is called once for all that decode, and once for each prompt; "
-        "what only caches keys and calls the attention function is called once for all",
-    )
+def explain(mixers: Sequence[Mixer], attending: Iterable[str], scans: str | None, why_not: str) -> Choice:
+    """Say of each kind of mixer how it is called, and why.
+
+    Args:
+        attending: names of the modules that attend.
+        scans: what scans packed rows; None where nothing does, for the reason `why_not`.
+    """
+    reasons = {
+        type(mixer.module).__name__: why_not if scans is None else mixer.packed if isinstance(mixer.packed, str) else ""
+        for mixer in mixers
+    }
+    told = [f"{name} {'split' if reason else f'scanned by {scans} code'}" for name, reason in reasons.items()]
+    told += [f"{name} packed" for name in sorted(set(attending) - set(reasons))]
+    split_why = "; ".join(sorted({reason for reason in reasons.values() if reason}))
+    why = "what only caches keys and calls the attention function is called once for all"
+    if split_why:
+        why += f"; what keeps a state is called once for all that decode, and once for each prompt: {split_why}"
+    return Choice("mixers", ", ".join(told), why)

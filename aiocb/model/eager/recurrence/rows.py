@@ -24,7 +24,7 @@ from torch import Tensor
 
 __all__ = ["Chunks", "PackedRows"]
 
-_Ints = npt.NDArray[np.int32]
+_Ints = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 class Chunks(NamedTuple):
