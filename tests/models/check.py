@@ -62,7 +62,7 @@ def check(model_type: str) -> Verdict:
         return Verdict(model_type, "broken", f"{type(error).__name__}: {error}".splitlines()[0][:300])
     try:
         return asyncio.run(_check(model_type, model, prompts, truths))
-    except aiocb.ConfigError as error:
+    except (aiocb.ConfigError, aiocb.InvalidRequest) as error:
         return Verdict(model_type, "refused", str(error).splitlines()[0][:400])
     except Exception as error:
         return Verdict(model_type, "wrong", f"{type(error).__name__}: {error}"[:400])
