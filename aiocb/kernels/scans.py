@@ -49,15 +49,6 @@ class DeltaCall(ctypes.Structure):
     ]  # fmt: skip
 
 
-_SELECTIVE: tuple[tuple[str, type[c_void_p] | type[c_int64]], ...] = (
-    *((name, c_void_p) for name in ("input", "steps", "write", "read")),
-    *((name, c_int64) for name in ("input_stride", "steps_stride", "write_stride", "read_stride")),
-    *((name, c_void_p) for name in ("rates", "skip", "bias", "state")),
-    ("slot_stride", c_int64),
-    ("out", c_void_p),
-)
-
-
 class SelectiveHeadsCall(ctypes.Structure):
     """`SelectiveHeadsCall`: input, steps, write and read have one type; the rest is float32."""
 
@@ -67,11 +58,22 @@ class SelectiveHeadsCall(ctypes.Structure):
         )),
         ("min_step", c_float),
         ("max_step", c_float),
-        *_SELECTIVE,
+        *((name, c_void_p) for name in ("input", "steps", "write", "read")),
+        *((name, c_int64) for name in ("input_stride", "steps_stride", "write_stride", "read_stride")),
+        *((name, c_void_p) for name in ("rates", "skip", "bias", "state")),
+        ("slot_stride", c_int64),
+        ("out", c_void_p),
     ]  # fmt: skip
 
 
 class SelectiveChannelsCall(ctypes.Structure):
     """`SelectiveChannelsCall`: types as in `SelectiveHeadsCall`."""
 
-    _fields_ = [*((name, c_int32) for name in ("num_channels", "state_size", "format", "is_softplus")), *_SELECTIVE]
+    _fields_ = [
+        *((name, c_int32) for name in ("num_channels", "state_size", "format", "is_softplus")),
+        *((name, c_void_p) for name in ("input", "steps", "write", "read")),
+        *((name, c_int64) for name in ("input_stride", "steps_stride", "write_stride", "read_stride")),
+        *((name, c_void_p) for name in ("rates", "skip", "bias", "state")),
+        ("slot_stride", c_int64),
+        ("out", c_void_p),
+    ]

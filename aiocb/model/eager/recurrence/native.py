@@ -8,8 +8,6 @@ Legend in the package.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -137,29 +135,27 @@ class NativeScans:
         limits: tuple[float, float],
     ) -> Tensor:
         """See `recurrence.Scans`."""
-        if not _is_plain(inputs, steps, write, read, state):
-            return self._torch.selective_heads(
-                inputs,
-                steps,
-                rates,
-                write,
-                read,
-                state,
-                rows,
-                skip=skip,
-                bias=bias,
-                is_softplus=is_softplus,
-                limits=limits,
-            )
-        fields, out, _held = _selective(inputs, steps, rates, write, read, state, skip, bias)
+        if state.dtype != torch.float32:
+            options = {"skip": skip, "bias": bias, "is_softplus": is_softplus, "limits": limits}
+            return self._torch.selective_heads(inputs, steps, rates, write, read, state, rows, **options)
+        inputs, steps, write, read = _alike(inputs, steps, write, read)
+        fields, _held = _fields(
+            {"input": inputs, "steps": steps, "write": write, "read": read},
+            {"rates": _floats(rates), "skip": _floats(skip), "bias": _floats(bias)},
+        )
+        out = torch.empty(inputs.shape)
         call = SelectiveHeadsCall(
             num_heads=inputs.shape[1],
             num_groups=write.shape[1],
             head_dim=inputs.shape[2],
             state_size=write.shape[2],
+            format=_FORMATS[inputs.dtype],
             is_softplus=is_softplus,
             min_step=limits[0],
             max_step=limits[1],
+            state=state.data_ptr(),
+            slot_stride=state.stride(0) * 4,
+            out=out.data_ptr(),
             **fields,
         )
         self._kernels.selective_heads(_native(rows, state), call)
@@ -180,48 +176,27 @@ class NativeScans:
         is_softplus: bool,
     ) -> Tensor:
         """See `recurrence.Scans`."""
-        if not _is_plain(inputs, steps, write, read, state):
-            return self._torch.selective_channels(
-                inputs, steps, rates, write, read, state, rows, skip=skip, bias=bias, is_softplus=is_softplus
-            )
-        fields, out, _held = _selective(inputs, steps, rates, write, read, state, skip, bias)
+        if state.dtype != torch.float32:
+            options = {"skip": skip, "bias": bias, "is_softplus": is_softplus}
+            return self._torch.selective_channels(inputs, steps, rates, write, read, state, rows, **options)
+        inputs, steps, write, read = _alike(inputs, steps, write, read)
+        fields, _held = _fields(
+            {"input": inputs, "steps": steps, "write": write, "read": read},
+            {"rates": _floats(rates), "skip": _floats(skip), "bias": _floats(bias)},
+        )
+        out = torch.empty(inputs.shape)
         call = SelectiveChannelsCall(
-            num_channels=inputs.shape[1], state_size=write.shape[1], is_softplus=is_softplus, **fields
+            num_channels=inputs.shape[1],
+            state_size=write.shape[1],
+            format=_FORMATS[inputs.dtype],
+            is_softplus=is_softplus,
+            state=state.data_ptr(),
+            slot_stride=state.stride(0) * 4,
+            out=out.data_ptr(),
+            **fields,
         )
         self._kernels.selective_channels(_native(rows, state), call)
         return out
-
-
-def _selective(
-    inputs: Tensor,
-    steps: Tensor,
-    rates: Tensor,
-    write: Tensor,
-    read: Tensor,
-    state: Tensor,
-    skip: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[dict[str, Any], Tensor, object]:
-    """Fields that both selective scans have, the output, and what has to live until the call is over."""
-    tokens = {
-        name: _side_by_side(values)
-        for name, values in (("input", inputs), ("steps", steps), ("write", write), ("read", read))
-    }
-    parameters = {
-        name: values.detach().float().contiguous()
-        for name, values in (("rates", rates), ("skip", skip), ("bias", bias))
-        if values is not None
-    }
-    out = torch.empty(inputs.shape)
-    fields = {
-        "format": _FORMATS[inputs.dtype],
-        **{name: values.data_ptr() for name, values in (*tokens.items(), *parameters.items())},
-        **{f"{name}_stride": values.stride(0) * values.element_size() for name, values in tokens.items()},
-        "state": state.data_ptr(),
-        "slot_stride": state.stride(0) * 4,
-        "out": out.data_ptr(),
-    }
-    return fields, out, (tokens, parameters)
 
 
 def _native(rows: PackedRows, state: Tensor) -> ScanRows:
@@ -234,15 +209,31 @@ def _native(rows: PackedRows, state: Tensor) -> ScanRows:
     )
 
 
-def _is_plain(inputs: Tensor, steps: Tensor, write: Tensor, read: Tensor, state: Tensor) -> bool:
-    kind = inputs.dtype
-    return kind in _FORMATS and kind == steps.dtype == write.dtype == read.dtype and state.dtype == torch.float32
+def _alike(*tokens: Tensor) -> list[Tensor]:
+    """Give all the same type, one that the kernels have."""
+    kinds = {values.dtype for values in tokens}
+    if len(kinds) > 1 or not kinds <= _FORMATS.keys():
+        tokens = tuple(values.float() for values in tokens)
+    return [_side_by_side(values) for values in tokens]
 
 
 def _side_by_side(tokens: Tensor) -> Tensor:
     """What belongs to one token must be contiguous; the tokens may lie apart."""
     is_dense = tokens.stride(-1) == 1 and (tokens.dim() == 2 or tokens.stride(1) == tokens.shape[2])
     return tokens if is_dense else tokens.contiguous()
+
+
+def _floats(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach().float().contiguous()
+
+
+def _fields(
+    tokens: dict[str, Tensor], parameters: dict[str, Tensor | None]
+) -> tuple[dict[str, int], list[Tensor | None]]:
+    """Addresses, and strides of what lies token by token; and what has to live until the call is over."""
+    fields = {name: values.data_ptr() for name, values in (tokens | parameters).items() if values is not None}
+    fields |= {f"{name}_stride": values.stride(0) * values.element_size() for name, values in tokens.items()}
+    return fields, [*tokens.values(), *parameters.values()]
 
 
 def _address(values: Tensor | None) -> int | None:

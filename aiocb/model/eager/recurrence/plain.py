@@ -102,11 +102,15 @@ class TorchScans:
         out: Tensor,
     ) -> None:
         count = rows.num_single
-        states = rows.states(state, 0, count).mul_(decay[:count, ..., None].exp())  # [rows, H, Dk, Dv]
-        predicted = torch.einsum("rhkv,rhk->rhv", states, key[:count])
+        factor = decay[:count].exp()  # [rows, H, 1 or Dk]
+        # The old state is read once for what it predicts and for the output, which takes the new part from k . q.
+        asked = torch.stack([key[:count], query[:count]], 2) * factor[:, :, None]  # [rows, H, 2, Dk]
+        states = rows.states(state, 0, count)  # [rows, H, Dk, Dv]
+        predicted, read = (asked @ states).unbind(2)
         delta = (value[:count] - predicted) * beta[:count, :, None]
-        states.add_(key[:count, ..., None] * delta[:, :, None])
-        out[:count] = torch.einsum("rhkv,rhk->rhv", states, query[:count]).to(out.dtype)
+        new = (key[:count] * query[:count]).sum(-1, keepdim=True) * delta
+        out[:count] = (read + new).to(out.dtype)
+        states.mul_(factor[..., None]).addcmul_(key[:count, ..., None], delta[:, :, None])
         rows.store(state, 0, count, states)
 
     @staticmethod
@@ -177,8 +181,8 @@ class TorchScans:
         if rows.num_single:
             count, share = rows.num_single, inputs.shape[1] // write.shape[1]
             states = rows.states(state, 0, count).mul_(decay[:count, :, None, None].exp())  # [rows, H, P, N]
-            states.add_(added[:count, ..., None] * write[:count].repeat_interleave(share, 1)[:, :, None])
-            out[:count] = torch.einsum("rhpn,rhn->rhp", states, read[:count].repeat_interleave(share, 1))
+            states.addcmul_(added[:count, ..., None], write[:count].repeat_interleave(share, 1)[:, :, None])
+            out[:count] = (states @ read[:count].repeat_interleave(share, 1)[..., None])[..., 0]
             rows.store(state, 0, count, states)
         if rows.num_single < rows.num_rows:
             self._selective_chunks(added, decay, write, read, state, rows, out)
