@@ -21,7 +21,8 @@ references is free, yet hittable until the pool reuses it, least recently freed 
 from the end, so the beginning of a prefix outlives its tail.
 
 A hit of p tokens needs every block before p in a full group, but only those that the query at p can see in a sliding
-one: this is how prefixes are shared on hybrid models.
+one: this is how prefixes are shared on hybrid models. Where layers have states (`states`), it also needs a snapshot at
+p: a hit is the longest prefix that all of them can serve.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 from aiocb.cache.blocks import BlockPool
+from aiocb.cache.invariants import check
 from aiocb.cache.prefix import PrefixIndex, block_payload, chain_hash, root_hash
-from aiocb.cache.sequence import CachedSequence
+from aiocb.cache.sequence import CachedSequence, Held
+from aiocb.cache.states import Snapshot, StateCache
 from aiocb.step import NULL_BLOCK, BlockCopy, CacheLayout
 
 __all__ = ["CacheManager"]
@@ -53,8 +56,9 @@ class CacheManager:
         self.version = 0
         self.pools = tuple(BlockPool(group.num_blocks) for group in layout.groups)
         self.indices = tuple(PrefixIndex(pool) for pool in self.pools)
-        self._windows = tuple(group.window for group in layout.groups)
-        self._sliding = tuple(g for g, window in enumerate(self._windows) if window is not None)
+        self.states = None if layout.states is None else StateCache(layout.states, layout.page_size)
+        self.windows = tuple(group.window for group in layout.groups)
+        self._sliding = tuple(g for g, window in enumerate(self.windows) if window is not None)
 
     # What fits
 
@@ -65,7 +69,7 @@ class CacheManager:
         return min(
             (
                 pool.num_usable * self.page_size + 1
-                for pool, window in zip(self.pools, self._windows, strict=True)
+                for pool, window in zip(self.pools, self.windows, strict=True)
                 if window is None or self._most_blocks(window, pool.num_usable + 1, 1) > pool.num_usable
             ),
             default=sys.maxsize,
@@ -83,8 +87,14 @@ class CacheManager:
         )
 
     def num_free(self) -> tuple[int, ...]:
-        """Free blocks per group."""
-        return tuple(pool.num_free for pool in self.pools)
+        """Free blocks per group; behind them the free slots where there are states."""
+        slots = () if self.states is None else (self.states.pool.num_free,)
+        return (*(pool.num_free for pool in self.pools), *slots)
+
+    @property
+    def has_slot(self) -> bool:
+        """True when one more request can have a state, or needs none."""
+        return self.states is None or self.states.pool.num_free > 0
 
     def demand(self, sequence: CachedSequence, max_chunk: int) -> list[int]:
         """Per group, how many more blocks it takes until all present tokens of an admitted request are computed."""
@@ -92,7 +102,7 @@ class CacheManager:
         blocks = self._num_pages(len(sequence.tokens))
         return [
             max(0, self._most_blocks(window, blocks - first, max_chunk) - (length - first))
-            for window, first in zip(self._windows, sequence.first_blocks, strict=True)
+            for window, first in zip(self.windows, sequence.first_blocks, strict=True)
         ]
 
     def can_hold(self, sequence: CachedSequence, hit_blocks: int, max_chunk: int, promised: Sequence[int]) -> bool:
@@ -106,8 +116,8 @@ class CacheManager:
         """
         blocks = self._num_pages(len(sequence.tokens))
         for g, pool in enumerate(self.pools):
-            first = self._first_block(self._windows[g], hit_blocks * self.page_size)
-            needed = self._most_blocks(self._windows[g], blocks - first, max_chunk) - (hit_blocks - first)
+            first = self.first_block(self.windows[g], hit_blocks * self.page_size)
+            needed = self._most_blocks(self.windows[g], blocks - first, max_chunk) - (hit_blocks - first)
             free = pool.num_free - promised[g]
             if needed > free:
                 return False
@@ -124,7 +134,8 @@ class CacheManager:
     def match(self, sequence: CachedSequence) -> int:
         """Return how many leading blocks of a request need no computing: its own and what the prefix index has.
 
-        Pure apart from hashes that are remembered. The last token is always left to compute.
+        Pure apart from what is remembered: hashes, and where KV was found but no snapshot. The last token is always
+        left to compute.
         """
         start = sequence.num_computed_tokens // self.page_size
         if not self._is_current(sequence):
@@ -133,7 +144,8 @@ class CacheManager:
         tokens, hashes, page_size = sequence.tokens, sequence.block_hashes, self.page_size
         # Blocks of its own count as found: what the window needs of them is there, or a later window needs less.
         runs = [start] * len(self.pools)
-        best = start
+        states = self.states
+        best = longest = start
         for i in range(start, limit):
             if i >= len(hashes):
                 self.extend_block_hashes(sequence, i + 1)
@@ -141,29 +153,45 @@ class CacheManager:
             page = tokens[i * page_size : (i + 1) * page_size]
             is_usable = True
             for g, index in enumerate(self.indices):
-                window = self._windows[g]
+                window = self.windows[g]
                 if index.find(block_hash, page) is not None:
                     runs[g] += 1
                 elif window is None:
-                    return best
+                    break
                 else:
                     runs[g] = 0
-                if runs[g] < i + 1 - self._first_block(window, (i + 1) * page_size):
+                if runs[g] < i + 1 - self.first_block(window, (i + 1) * page_size):
                     is_usable = False
-            if is_usable:
-                best = i + 1
+            else:
+                if is_usable:
+                    longest = i + 1
+                    if states is None or states.index.find(block_hash, page) is not None:
+                        best = longest
+                continue
+            break
+        if longest > best:
+            sequence.branch_at = max(sequence.branch_at, longest * page_size)
         return best
 
     def attach(self, sequence: CachedSequence, num_blocks: int) -> int:
-        """Let a request hold the cached blocks that `match` has just found; return how many tokens that saves."""
+        """Let a request hold the cached blocks that `match` has just found; return how many tokens that saves.
+
+        Where there are states, it gets a slot if it has none (see `has_slot`).
+        """
         self._open(sequence)
         start = sequence.num_computed_tokens // self.page_size
+        states = self.states
+        if states is not None:
+            if num_blocks > start:
+                states.go_on_from(sequence, sequence.block_hashes[num_blocks - 1])
+            if not sequence.state_slot:
+                states.enter(sequence)
         if num_blocks <= start:
             return 0
         is_fresh = sequence.capacity == 0
         for g, table in enumerate(sequence.tables):
             pool, index = self.pools[g], self.indices[g]
-            first = self._first_block(self._windows[g], num_blocks * self.page_size)
+            first = self.first_block(self.windows[g], num_blocks * self.page_size)
             for i in range(start, num_blocks):
                 block: int | None = NULL_BLOCK
                 if i >= first:
@@ -207,6 +235,21 @@ class CacheManager:
                 if table[i] != NULL_BLOCK:
                     index.publish(table[i], hashes[i], payload)
 
+    def next_snapshot(self, sequence: CachedSequence, targets: Iterable[int]) -> int:
+        """Where the next snapshot of a request that computes its tokens belongs: see `StateCache.next_point`."""
+        if self.states is None or not self._is_current(sequence):
+            return 0
+        self.extend_block_hashes(sequence, len(sequence.tokens) // self.page_size)
+        return self.states.next_point(sequence, targets)
+
+    def publish_snapshot(self, sequence: CachedSequence, snapshot: Snapshot) -> None:
+        """Make a snapshot findable; call it after `publish`."""
+        assert self.states is not None
+        if self._is_current(sequence):
+            self.states.publish(sequence, snapshot)
+        else:
+            self.states.free(snapshot.slot)
+
     def extend_block_hashes(self, sequence: CachedSequence, num_blocks: int) -> None:
         """Compute the hashes of a request's first `num_blocks` full blocks, as far as they are not there yet."""
         hashes, tokens, page_size = sequence.block_hashes, sequence.tokens, self.page_size
@@ -220,6 +263,8 @@ class CacheManager:
         self.version += 1
         for index in self.indices:
             index.clear()
+        if self.states is not None:
+            self.states.index.clear()
 
     # Blocks
 
@@ -253,54 +298,75 @@ class CacheManager:
         sequence.num_sent_blocks = end
         return start, tuple([tuple(table[start:]) for table in sequence.tables])
 
-    def detach(self, sequence: CachedSequence) -> tuple[list[int], ...]:
-        """Let a request hold nothing any more; its tables, for `free_tables`, now or later. Idempotent."""
-        tables = sequence.tables
+    def detach(self, sequence: CachedSequence) -> Held:
+        """Let a request hold nothing any more; what it held, for `free`, now or later. Idempotent."""
+        slots = tuple(slot for slot in (sequence.state_slot, sequence.state_source) if slot != NULL_BLOCK)
+        held = Held(sequence.tables, slots)
         sequence.tables = ()
         sequence.capacity = 0
         sequence.first_blocks = []
         sequence.num_published = sequence.num_sent_blocks = 0
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = 0
-        return tables
+        sequence.state_slot = sequence.state_source = sequence.snapshot_at = sequence.branch_at = 0
+        return held
 
-    def free_tables(self, tables: tuple[list[int], ...]) -> None:
-        """Give back the blocks that a request held; the published ones stay hittable."""
-        for g, table in enumerate(tables):
+    def free(self, held: Held) -> None:
+        """Give back what a request held; published blocks stay hittable."""
+        for g, table in enumerate(held.tables):
             for block in reversed(table):
                 self._release(g, block)
+        for slot in held.slots:
+            assert self.states is not None
+            self.states.free(slot)
 
     def can_fork(self, source: CachedSequence, num_tokens: int) -> bool:
-        """True when `source` holds the KV of its first `num_tokens` tokens, as far as the next one can see them."""
+        """True when `source` holds the KV of its first `num_tokens` tokens, as far as the next one can see them.
+
+        A state has no history: where there are any, it must stand at exactly `num_tokens`, with no plan in flight.
+        """
         if num_tokens < 1 or source.num_computed_tokens < num_tokens or source.cache_version != self.version:
             return False
+        if self.states is not None and source.num_computed_tokens != num_tokens:
+            return False
         return all(
-            first <= self._first_block(window, num_tokens)
-            for window, first in zip(self._windows, source.first_blocks, strict=True)
+            first <= self.first_block(window, num_tokens)
+            for window, first in zip(self.windows, source.first_blocks, strict=True)
         )
 
     def fork(self, source: CachedSequence, target: CachedSequence, num_tokens: int) -> list[BlockCopy] | None:
         """Let `target` start with the first `num_tokens` tokens of `source`: share full blocks, copy a partial one.
 
         Returns:
-            The copies to make before the next forward pass; None, and nothing taken, when no block is free for them.
+            The copies to make before the next forward pass, to which that of the live slot comes where there is one and
+            `target` has no `state_source`; None, and nothing taken, when no block or slot is free for them.
         """
         num_full, rest = divmod(num_tokens, self.page_size)
-        if rest and not all(pool.num_free for pool in self.pools):
+        states = self.states
+        # A state must be copied in the very next step, so its first block has to be there.
+        needs_block = rest > 0 or states is not None
+        if (needs_block and not all(pool.num_free for pool in self.pools)) or not self.has_slot:
             return None
         assert not target.tables, "a fork starts with nothing"
         self._is_current(target)
         self._open(target)
         copies = []
         for g, (table, shared) in enumerate(zip(target.tables, source.tables, strict=True)):
-            first = self._first_block(self._windows[g], num_tokens)
+            first = self.first_block(self.windows[g], num_tokens)
             table += [NULL_BLOCK] * min(first, num_full)
             for block in shared[len(table) : num_full]:
                 self.pools[g].retain(block)
                 table.append(block)
-            if rest:
+            if needs_block:
                 table += self._take(g, 1)
+            if rest:
                 copies.append(BlockCopy(g, shared[num_full], table[-1]))
             target.first_blocks[g] = first
+        if states is not None:
+            states.enter(target)
+            if source.state_source != NULL_BLOCK:
+                # Its own slot has not been filled yet: both go on from the same snapshot.
+                states.pool.retain(source.state_source)
+                target.state_source = source.state_source
         target.num_computed_tokens = target.num_scheduled_tokens = num_tokens
         target.num_published = num_full
         target.capacity = len(target.tables[0]) * self.page_size
@@ -312,50 +378,20 @@ class CacheManager:
         used = sum(pool.num_used * size for pool, size in zip(self.pools, sizes, strict=True))
         return used / sum(pool.num_usable * size for pool, size in zip(self.pools, sizes, strict=True))
 
-    def check_invariants(self, sequences: Iterable[CachedSequence], held: Iterable[tuple[list[int], ...]] = ()) -> None:
-        """Check pools, indices and the tables of all requests that hold blocks, against each other.
+    def check_invariants(
+        self, sequences: Iterable[CachedSequence], held: Iterable[Held] = (), slots: Iterable[int] = ()
+    ) -> None:
+        """Check everything against everything: see `invariants.check`.
 
         Args:
             sequences: all that hold blocks.
-            held: tables whose requests hold them no longer, but which have not been freed yet.
+            held: what requests hold no longer, but which has not been freed yet.
+            slots: of states that plans in flight refer to.
 
         Raises:
             AssertionError: blocks are lost, owned by nobody, published wrongly or missing in a window.
         """
-        references = [[0] * pool.num_blocks for pool in self.pools]
-        for sequence in sequences:
-            assert sequence.num_computed_tokens <= sequence.num_scheduled_tokens <= sequence.capacity
-            assert sequence.num_sent_blocks * self.page_size <= sequence.capacity
-            for g, table in enumerate(sequence.tables):
-                assert len(table) * self.page_size == sequence.capacity
-                first = self._first_block(self._windows[g], sequence.num_computed_tokens)
-                assert sequence.first_blocks[g] <= first, "a block that is still visible was given back"
-                assert all(block == NULL_BLOCK for block in table[: sequence.first_blocks[g]])
-                assert all(block != NULL_BLOCK for block in table[first:])
-                for block in table:
-                    references[g][block] += block != NULL_BLOCK
-            if sequence.tables and sequence.cache_version == self.version:
-                self._check_block_hashes(sequence)
-        for tables in held:
-            for g, table in enumerate(tables):
-                for block in table:
-                    references[g][block] += block != NULL_BLOCK
-        for pool, index, expected in zip(self.pools, self.indices, references, strict=True):
-            pool.check_invariants()
-            index.check_invariants()
-            counted = [pool.num_references(block) for block in range(pool.num_blocks)]
-            assert counted == expected, "reference counts and tables disagree"
-
-    def _check_block_hashes(self, sequence: CachedSequence) -> None:
-        check = CachedSequence(sequence.tokens, sequence.cache_salt)
-        check.cache_version = sequence.cache_version
-        self.extend_block_hashes(check, max(len(sequence.block_hashes), sequence.num_published))
-        assert check.block_hashes[: len(sequence.block_hashes)] == sequence.block_hashes, "hashes of other tokens"
-        for index, table in zip(self.indices, sequence.tables, strict=True):
-            for i, block in enumerate(table):
-                if block != NULL_BLOCK and index.is_published(block):
-                    assert (i + 1) * self.page_size <= sequence.num_computed_tokens, "published before it was written"
-                    assert index.peek(check.block_hashes[i]) == block
+        check(self, list(sequences), list(held), slots)
 
     # Internals
 
@@ -378,7 +414,7 @@ class CacheManager:
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def _first_block(self, window: int | None, position: int) -> int:
+    def first_block(self, window: int | None, position: int) -> int:
         """First logical block that the query at `position` can see (`position - window < key <= position`)."""
         return 0 if window is None or position < window else (position - window + 1) // self.page_size
 
@@ -401,7 +437,7 @@ class CacheManager:
     def _drop_out_of_window(self, sequence: CachedSequence) -> None:
         for g in self._sliding:
             table = sequence.tables[g]
-            first = min(self._first_block(self._windows[g], sequence.num_computed_tokens), len(table))
+            first = min(self.first_block(self.windows[g], sequence.num_computed_tokens), len(table))
             for i in range(sequence.first_blocks[g], first):
                 self._release(g, table[i])
                 table[i] = NULL_BLOCK
@@ -410,4 +446,5 @@ class CacheManager:
 
     def __repr__(self) -> str:
         pools = ", ".join(f"{pool.num_used}/{pool.num_usable}" for pool in self.pools)
-        return f"<CacheManager [blocks {pools} | cached {sum(map(len, self.indices))}]>"
+        states = "" if self.states is None else f" | {self.states!r}"
+        return f"<CacheManager [blocks {pools} | cached {sum(map(len, self.indices))}{states}]>"

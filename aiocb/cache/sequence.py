@@ -6,8 +6,21 @@ A base class and not an object of its own: the step loop reads these attributes 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["CachedSequence"]
+__all__ = ["CachedSequence", "Held"]
+
+
+class Held(NamedTuple):
+    """What a request has let go of, and what comes back to the cache once no plan in flight names it.
+
+    Attributes:
+        tables: per group, its blocks.
+        slots: of states.
+    """
+
+    tables: tuple[list[int], ...]
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -28,6 +41,11 @@ class CachedSequence:
         block_hashes: chained hash of each full block, as far as they were needed.
         num_published: leading full blocks that were offered to the prefix index.
         cache_version: weights version that the KV and the hashes belong to.
+        state_slot: where its state is; 0 while nothing is held, and for models without states.
+        state_source: a snapshot, held, that is to be copied there before its next tokens are computed; 0 is none.
+        snapshot_at: tokens in the latest snapshot of its prompt that was asked for since it was admitted.
+        branch_at: tokens up to which KV was found where no snapshot was: others will come by here, too.
+        rolling: hash and slot of the latest snapshot that the next one of its kind replaces.
     """
 
     tokens: list[int]
@@ -41,3 +59,8 @@ class CachedSequence:
     block_hashes: list[bytes] = field(default_factory=list, init=False)
     num_published: int = field(default=0, init=False)
     cache_version: int = field(default=-1, init=False)
+    state_slot: int = field(default=0, init=False)
+    state_source: int = field(default=0, init=False)
+    snapshot_at: int = field(default=0, init=False)
+    branch_at: int = field(default=0, init=False)
+    rolling: tuple[bytes, int] | None = field(default=None, init=False)

@@ -57,14 +57,19 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         min(_CPU_PREFILL_CHUNK, max_batch_tokens) if is_cpu else max(max_batch_tokens // 2, 1),
         "one long prompt must not hold up the streams that decode",
     )
-    smallest = min(group.num_blocks - 1 for group in layout.groups)
+    # The null block and the null slot hold nobody's.
+    smallest = min(group.num_blocks for group in layout.groups) - 1
+    if layout.states is not None:
+        smallest = min(smallest, layout.states.num_slots - 1)
     if smallest < 1:
         raise ConfigError("the cache is too small for any request; raise num_blocks or max_memory_percent")
     max_requests = choose(
         "max_requests_per_batch",
         config.max_requests_per_batch,
         min(_MAX_REQUESTS, max_batch_tokens, smallest),
-        "bounded by the token budget and by one block each",
+        "bounded by the token budget and by one block each"
+        if layout.states is None
+        else "bounded by the token budget, by one block and by one slot for a state each",
     )
     margin = choose(
         "safety_margin",

@@ -71,6 +71,11 @@ class Stats:
         num_requests_waiting: requests in the queue (preempted ones included).
         num_requests_paused: requests held back because their reader is behind.
         kv_cache_usage_perc: referenced blocks by all blocks, 0..1; cached, unreferenced prefixes do not count.
+        state_cache_usage_perc: slots of states that requests hold by all slots, 0..1; snapshots do not count. 0 where a
+            model has no states, as all that follows about them.
+        num_state_slots, num_state_snapshots: slots in all, and those whose state others can go on from.
+        state_cache_bytes, state_cache_budget_bytes: memory of the slots that hold something, and of all.
+        num_state_hits: how often a request has gone on from a snapshot.
         num_steps: steps that ran the model.
         num_loop_wakeups: callbacks posted into event loops.
         num_preemptions: how often a request gave its cache back to others.
@@ -87,6 +92,12 @@ class Stats:
     num_requests_waiting: int
     num_requests_paused: int
     kv_cache_usage_perc: float
+    state_cache_usage_perc: float
+    num_state_slots: int
+    num_state_snapshots: int
+    num_state_hits: int
+    state_cache_bytes: int
+    state_cache_budget_bytes: int
     num_steps: int
     num_loop_wakeups: int
     num_preemptions: int
@@ -184,11 +195,18 @@ class Recorder:
 
     def snapshot(self, scheduler: Scheduler, num_loop_wakeups: int, step_age_seconds: float) -> Stats:
         """All counters at this moment."""
+        states = scheduler.cache.states
         return Stats(
             scheduler.num_running,
             scheduler.num_waiting,
             scheduler.num_paused,
             scheduler.cache.usage(),
+            0.0 if states is None else states.usage,
+            0 if states is None else states.pool.num_usable,
+            0 if states is None else states.num_snapshots,
+            0 if states is None else states.num_hits,
+            0 if states is None else states.num_bytes,
+            0 if states is None else states.pool.num_usable * states.layout.slot_bytes,
             self.num_steps,
             num_loop_wakeups,
             scheduler.num_preemptions,

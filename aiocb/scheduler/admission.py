@@ -1,9 +1,10 @@
 """Who may start to run: `Admission`. Owned by the worker thread.
 
-A waiting request is admitted when there is a seat, when enough of the cache is free, and when all of its present
-tokens fit beside what the prompts under way are still going to take. The first of the queue that cannot be admitted
-holds back the others, so that a long prompt is not overtaken for ever. Before that it is looked up: what the prefix
-cache holds is attached; what another request is computing right now is waited for (`PendingPrefixes`).
+A waiting request is admitted when there is a seat (and a slot, where the model has states), when enough of the cache is
+free, and when all of its present tokens fit beside what the prompts under way are still going to take. The first of the
+queue that cannot be admitted holds back the others, so that a long prompt is not overtaken for ever. Before that it is
+looked up: what the prefix cache holds is attached; what another request is computing right now is waited for
+(`PendingPrefixes`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from operator import gt
 from aiocb.scheduler.draft import Draft
 from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.roster import Roster
+from aiocb.step import StateCopy
 
 __all__ = ["Admission"]
 
@@ -149,6 +151,7 @@ class Admission:
         victims.sort(key=lambda victim: victim.rank)
         while victims and not (
             roster.num_running < self.max_requests
+            and (cache.has_slot or roster.flights.has_held_slots)
             and cache.has_margin(self.safety_margin)
             and cache.can_hold(request, hits, cap, self.promised(cap))
         ):
@@ -173,15 +176,33 @@ class Admission:
         leader = group.leader if group is not None and not request.has_run else None
         common = request.num_prompt_tokens - 1
         if leader is not None and leader.id in self.roster.prefilling and leader.num_computed_tokens < common:
-            found = leader, common
+            found = leader, common if cache.states is None else common // cache.page_size * cache.page_size
         elif cache.sharing:
             cache.extend_block_hashes(request, len(request.tokens) // cache.page_size)
-            found = self.roster.pending.find(request.block_hashes, hits, (len(request.tokens) - 1) // cache.page_size)
+            # Where KV was found but no state, what comes behind it is what may be waited for.
+            start = max(hits, request.branch_at // cache.page_size)
+            found = self.roster.pending.find(request.block_hashes, start, (len(request.tokens) - 1) // cache.page_size)
+        if found is not None and cache.states is not None:
+            found = self._with_snapshot(request, hits, *found)
         # A more important request does not wait for the turn of a less important one.
         return found if found is None or found[0].rank[0] <= request.rank[0] else None
 
+    def _with_snapshot(self, request: Request, hits: int, owner: Request, target: int) -> tuple[Request, int] | None:
+        """How far it pays to wait where states are needed: to a snapshot that the owner has not taken yet."""
+        if not self.cache.sharing:
+            return None
+        if target > max(owner.num_scheduled_tokens, hits * self.cache.page_size):
+            return owner, target  # its chunk is going to end there
+        if max(owner.num_computed_tokens, hits * self.cache.page_size) < owner.snapshot_at <= target:
+            return owner, owner.snapshot_at
+        # Too late: this request computes it again, and puts it aside there for all who come after it.
+        request.branch_at = max(request.branch_at, target)
+        return None
+
     def _try_start(self, request: Request, hits: int, chunk: int, promised: list[int]) -> bool:
         roster, cache = self.roster, self.cache
+        if not cache.has_slot:
+            return False
         # Alone, a request can be computed in smaller chunks if need be.
         is_alone = not roster.num_running and roster.find_paused_victim() is None
         if not is_alone and not cache.can_hold(request, hits, chunk, promised):
@@ -209,9 +230,13 @@ class Admission:
             # A fork may itself have been made in this very step: its copy has not happened yet.
             if source is None or (source is group.last_fork and source.num_computed_tokens <= common):
                 continue
-            if self.cache.can_fork(source, common):
+            if self.cache.can_fork(source, common) and not self._moves_on(source):
                 return source
         return None
+
+    def _moves_on(self, source: Request) -> bool:
+        """True when a plan in flight changes the state that a fork would copy."""
+        return self.cache.states is not None and self.roster.flights.holds(source)
 
     def _try_fork(self, request: Request, draft: Draft) -> bool:
         source = self._fork_source(request)
@@ -222,8 +247,10 @@ class Admission:
         if copies is None:
             return False
         self.roster.enter(request)
-        if copies:
-            draft.copies += copies
+        draft.copies += copies
+        if request.state_slot and not request.state_source:
+            draft.states.append(StateCopy(source.state_slot, request.state_slot))
+        if copies or request.state_slot:
             draft.sources.append(source)
         assert request.group is not None
         request.group.last_fork = request

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from aiocb.cache.states import Snapshot
 from aiocb.scheduler.request import Request
-from aiocb.step import BlockCopy, OpenedRequest, StepEntry, StepPlan
+from aiocb.step import BlockCopy, OpenedRequest, StateCopy, StepEntry, StepPlan
 
 __all__ = ["Draft"]
 
@@ -19,7 +21,9 @@ class Draft:
         max_requests: most entries.
         entries, requests: aligned; the hot loops of the scheduler append to both directly.
         copies: block copies that come before the forward pass.
-        sources: requests whose blocks are copied.
+        states: copies of states that come before the forward pass, in order.
+        snapshots: whose state is to be put aside after it, if slots are left then; True for rolling ones.
+        sources: requests whose blocks or states are copied.
         budget: tokens left.
         has_preempted: a running request has lost its blocks while this step was built.
         num_parked: requests that were parked while this step was built.
@@ -32,6 +36,8 @@ class Draft:
     requests: list[Request] = field(default_factory=list, init=False)
     opened: dict[int, OpenedRequest] = field(default_factory=dict, init=False)
     copies: list[BlockCopy] = field(default_factory=list, init=False)
+    states: list[StateCopy] = field(default_factory=list, init=False)
+    snapshots: dict[Request, bool] = field(default_factory=dict, init=False)
     sources: list[Request] = field(default_factory=list, init=False)
     budget: int = field(init=False)
     has_preempted: bool = field(default=False, init=False)
@@ -64,8 +70,15 @@ class Draft:
         if not request.is_open:
             request.is_open = True
             self.opened[request.id] = OpenedRequest(
-                request.id, tuple(request.tokens), request.num_prompt_tokens, request.sampling, request.seed
+                request.id,
+                tuple(request.tokens),
+                request.num_prompt_tokens,
+                request.sampling,
+                request.seed,
+                state_slot=request.state_slot,
             )
+        if request.state_source:
+            self.states.append(StateCopy(request.state_source, request.state_slot))
         self.requests.append(request)
         self.entries.append(StepEntry(request.id, start, count, num_logits, is_sampled, (), block_start, blocks))
         self.budget -= count
@@ -80,17 +93,24 @@ class Draft:
             # Its blocks go to somebody else in this step: a copy into them must not happen.
             held = [set(table) for table in request.tables]
             self.copies = [copy for copy in self.copies if copy.target not in held[copy.group]]
+        if self.states and request.state_slot:
+            self.states = [copy for copy in self.states if copy.target != request.state_slot]
         if self.opened.pop(request.id, None) is not None:
             request.is_open = False  # the runner never hears of it
         if request in self.requests:
             i = self.requests.index(request)
             del self.requests[i]
             self.budget += self.entries.pop(i).num_new_tokens
+        self.snapshots.pop(request, None)
 
-    def plan(self, closed: tuple[int, ...]) -> StepPlan:
+    def plan(self, closed: tuple[int, ...], snapshots: Mapping[Request, Snapshot]) -> StepPlan:
         """Return the finished plan."""
         num_tokens = self.max_tokens - self.budget
-        return StepPlan(tuple(self.entries), num_tokens, tuple(self.opened.values()), closed, tuple(self.copies))
+        plan = StepPlan(tuple(self.entries), num_tokens, tuple(self.opened.values()), closed, tuple(self.copies))
+        if not self.states and not snapshots:
+            return plan
+        states_after = tuple(StateCopy(request.state_slot, taken.slot) for request, taken in snapshots.items())
+        return plan._replace(states_before=tuple(self.states), states_after=states_after)
 
     def __repr__(self) -> str:
         return f"<Draft [{len(self.entries)} requests | {self.max_tokens - self.budget}/{self.max_tokens} tokens]>"

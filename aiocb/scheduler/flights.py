@@ -2,7 +2,8 @@
 
 A plan in flight reads and writes the blocks that it names, whatever has become of their request meanwhile. So there is
 one place where blocks are given back, and one rule: at once when no plan in flight names the request, else when the
-last one that does has landed. The same holds for the word to the runner that the request is closed.
+last one that does has landed. The same holds for slots of states, for snapshots that a plan reads or writes, and for
+the word to the runner that the request is closed.
 """
 
 from __future__ import annotations
@@ -12,23 +13,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from aiocb.cache.manager import CacheManager
+from aiocb.cache.sequence import Held
+from aiocb.cache.states import Snapshot
+from aiocb.scheduler.draft import Draft
 from aiocb.scheduler.request import Request
 from aiocb.step import StepPlan
 
-__all__ = ["Flights"]
+__all__ = ["Flight", "Flights"]
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """One plan in flight; `tables` and `closed` come back when it lands."""
+class Flight:
+    """One plan in flight; `held`, `sources` and `closed` come back when it lands.
+
+    Attributes:
+        requests: aligned with the plan's entries.
+        others: requests whose blocks it reads without an entry for them.
+        sources: snapshots that it reads.
+        snapshots: those that it writes.
+    """
 
     plan: StepPlan
     requests: Sequence[Request]
     others: Sequence[Request]
-    tables: list[tuple[list[int], ...]] = field(default_factory=list)
+    sources: Sequence[int]
+    snapshots: dict[Request, Snapshot]
+    held: list[Held] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
 
     def names(self, request: Request) -> bool:
+        """True when it reads or writes what is this request's."""
         return request in self.requests or request in self.others
 
 
@@ -43,39 +57,54 @@ class Flights:
 
     def __init__(self, cache: CacheManager) -> None:
         self._cache = cache
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._closed: list[int] = []
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def launch(self, plan: StepPlan, requests: Sequence[Request], others: Sequence[Request]) -> None:
+    def launch(self, plan: StepPlan, draft: Draft, snapshots: dict[Request, Snapshot]) -> None:
         """Note that a plan is on its way.
 
         Args:
             plan: with entries.
-            requests: aligned with them.
-            others: requests whose blocks it reads without an entry for them.
+            draft: what it was made from.
+            snapshots: that it takes.
         """
-        self._flights.append(_Flight(plan, requests, others))
+        sources: list[int] = []
+        if plan.states_before:
+            for request in draft.requests:
+                if request.state_source:
+                    sources.append(request.state_source)
+                    request.state_source = 0
+        self._flights.append(Flight(plan, draft.requests, draft.sources, sources, snapshots))
 
-    def land(self, plan: StepPlan) -> Sequence[Request]:
-        """Note that the oldest plan has been executed, and give back what waited for it; returns its requests."""
+    def land(self, plan: StepPlan) -> Flight:
+        """Note that the oldest plan has been executed, and give back what waited for it.
+
+        The snapshots that it has written are to be published by whoever looks at its result, and `drop`ped if not.
+        """
         flight = self._flights.popleft()
         assert flight.plan is plan, "plans land in the order in which they were launched"
-        for tables in flight.tables:
-            self._cache.free_tables(tables)
+        for held in flight.held:
+            self._cache.free(held)
+        self._cache.free(Held((), tuple(flight.sources)))
         self._closed += flight.closed
-        return flight.requests
+        return flight
+
+    def drop(self, snapshots: dict[Request, Snapshot]) -> None:
+        """Give back the slots of snapshots that are of no use to anybody."""
+        self._cache.free(Held((), tuple(snapshot.slot for snapshot in snapshots.values())))
+        snapshots.clear()
 
     def give_back(self, request: Request) -> None:
-        """Take all blocks of a request, and let the runner close it; idempotent."""
+        """Take all blocks of a request, and its slots, and let the runner close it; idempotent."""
         flight = next((flight for flight in reversed(self._flights) if flight.names(request)), None)
-        tables = self._cache.detach(request)
+        held = self._cache.detach(request)
         if flight is None:
-            self._cache.free_tables(tables)
+            self._cache.free(held)
         else:
-            flight.tables.append(tables)
+            flight.held.append(held)
         if request.is_open:
             request.is_open = False
             (self._closed if flight is None else flight.closed).append(request.id)
@@ -86,12 +115,23 @@ class Flights:
 
     def num_held(self, group: int) -> int:
         """Blocks of a group that are going to come back."""
-        return sum(len(tables[group]) for flight in self._flights for tables in flight.tables if tables)
+        return sum(len(held.tables[group]) for held in self.held() if held.tables)
 
-    def held_tables(self) -> Iterator[tuple[list[int], ...]]:
-        """The block tables that are going to come back."""
+    @property
+    def has_held_slots(self) -> bool:
+        """True when slots of states are going to come back."""
+        return any(held.slots for held in self.held())
+
+    def held(self) -> Iterator[Held]:
+        """What is going to come back."""
         for flight in self._flights:
-            yield from flight.tables
+            yield from flight.held
+
+    def slots(self) -> Iterator[int]:
+        """The snapshots that plans in flight read and write."""
+        for flight in self._flights:
+            yield from flight.sources
+            yield from (snapshot.slot for snapshot in flight.snapshots.values())
 
     def take_closed(self) -> tuple[int, ...]:
         """The ids that the next plan has to close."""

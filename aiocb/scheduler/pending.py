@@ -34,13 +34,22 @@ class PendingPrefixes:
     def __len__(self) -> int:
         return len(self._owners)
 
-    def add(self, owner: Request, start: int) -> None:
-        """Note that `owner` is going to compute its blocks from `start` on (their hashes are there)."""
+    def add(self, owner: Request, start: int, branch: int = 0) -> None:
+        """Note that `owner` is going to compute its blocks from `start` on (their hashes are there).
+
+        Args:
+            owner: whoever comes first owns a block,
+            start: the first one.
+            branch: before this one it owns all: there it takes a snapshot, which the owner before did not.
+        """
         assert owner.pending_start < 0
         owner.pending_start = start
         owners = self._owners
-        for block_hash in owner.block_hashes[start:]:
-            owners.setdefault(block_hash, owner)
+        for i, block_hash in enumerate(owner.block_hashes[start:], start):
+            if i < branch:
+                owners[block_hash] = owner
+            else:
+                owners.setdefault(block_hash, owner)
 
     def discard(self, owner: Request) -> None:
         """Note that `owner` computes nothing more of its prefix. Idempotent."""

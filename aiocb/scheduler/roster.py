@@ -106,7 +106,8 @@ class Roster:
         cache = self.cache
         if cache.sharing and request.cache_version == cache.version:
             cache.extend_block_hashes(request, len(request.tokens) // cache.page_size)
-            self.pending.add(request, request.num_computed_tokens // cache.page_size)
+            start = request.num_computed_tokens // cache.page_size
+            self.pending.add(request, start, request.branch_at // cache.page_size)
 
     def settle(self, request: Request) -> None:
         """Move a request whose tokens are all computed on to decoding."""
@@ -192,7 +193,7 @@ class Roster:
         for request in self.decoding.values():
             assert request.is_open and request.num_sent_blocks == len(request.tables[0]), "the runner lacks blocks"
         assert not any(request.is_open for request in waiting), "a request waits with a record at the runner"
-        self.cache.check_invariants([*running, *paused], self.flights.held_tables())
+        self.cache.check_invariants([*running, *paused], self.flights.held(), self.flights.slots())
 
     def __repr__(self) -> str:
         return (

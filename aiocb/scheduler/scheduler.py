@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 
 from aiocb.cache.manager import CacheManager
+from aiocb.cache.states import Snapshot
 from aiocb.config import SchedulerType
 from aiocb.errors import InvalidRequest, RequestFailed, RequestTimeout
 from aiocb.outputs import FinishReason
@@ -56,7 +57,8 @@ class Scheduler:
         scheduler_type: `fifo`: decoding first, then prompts in order of arrival; `prefill_first`: prompts first;
             `priority`: as fifo, by (priority, arrival), and a more important request preempts a less important one.
         safety_margin: while less than this share of the blocks is free, nothing is admitted unless nothing runs.
-        drafter: makes the drafts of decoding requests; None makes none.
+        drafter: makes the drafts of decoding requests; None makes none. Models with states get none: a state cannot be
+            taken back when a draft was wrong.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Scheduler:
         self._admission = Admission(self._roster, self.max_requests_per_batch, safety_margin)
         self._deadlines = Deadlines()
         self._flights = self._roster.flights
-        self._drafter = drafter
+        self._drafter = drafter if cache.states is None else None
 
     # What the engine asks
 
@@ -233,11 +235,23 @@ class Scheduler:
                 self._admission.make_way(draft, self.max_prefill_chunk)
             self._schedule_decoding(draft)
             self._schedule_prompts(draft, now)
-        assert draft.entries or not draft.copies, "a fork would be lost"
-        plan = draft.plan(self._flights.take_closed())
+        assert draft.entries or not (draft.copies or draft.states), "a fork would be lost"
+        snapshots = self._take_snapshots(draft) if draft.snapshots else {}
+        plan = draft.plan(self._flights.take_closed(), snapshots)
         if plan.entries:
-            self._flights.launch(plan, draft.requests, draft.sources)
+            self._flights.launch(plan, draft, snapshots)
         return plan
+
+    def _take_snapshots(self, draft: Draft) -> dict[Request, Snapshot]:
+        """Take the slots that nobody needed to live in; the snapshots for which none is left are not taken."""
+        states = self.cache.states
+        assert states is not None
+        taken = {}
+        for request, is_rolling in draft.snapshots.items():
+            snapshot = states.snapshot(request, is_rolling=is_rolling)
+            if snapshot is not None:
+                taken[request] = snapshot
+        return taken
 
     def _schedule_decoding(self, draft: Draft) -> None:
         decoding, entries, requests = self._roster.decoding, draft.entries, draft.requests
@@ -249,6 +263,8 @@ class Scheduler:
         is_special = bool(self._flights) or self._drafter is not None
         spare = limit - len(candidates)  # tokens that nobody needs for his next one
         new, entry_type = _new, StepEntry
+        # A snapshot of each full block, for whoever goes on with this conversation.
+        page_size = self.cache.page_size if self.cache.states is not None and self.cache.sharing else 0
         for request in candidates:
             if has_excess and len(entries) - start >= limit:
                 break
@@ -269,6 +285,8 @@ class Scheduler:
             request.num_scheduled_tokens = position + 1
             requests.append(request)
             entries.append(new(entry_type, (request.id, position, 1, 1, True, (), block_start, blocks, ())))
+            if page_size and (position + 1) % page_size == 0:
+                draft.snapshots[request] = True
         if has_excess:
             # Resumed requests can exceed the seats: those that got one now stand at the end of the line.
             for request in requests[start:]:
@@ -335,9 +353,13 @@ class Scheduler:
             start = request.num_scheduled_tokens
         wanted = min(len(request.tokens) - start, cap, draft.budget)
         if self._make_room(request, start + 1, draft):
-            count = cache.fit(request, wanted)
+            point = cache.next_snapshot(request, request.followers.values())
+            count = cache.fit(request, min(wanted, point - start) if point else wanted)
             cache.allocate(request, start + count)
             draft.add_chunk(request, count, *cache.new_blocks(request))
+            if request.num_scheduled_tokens == point:
+                request.snapshot_at = point
+                draft.snapshots[request] = False
 
     def _make_room(self, request: Request, num_tokens: int, draft: Draft) -> bool:
         """Get blocks for the first `num_tokens` tokens of a running request; False: it has to sit this step out."""
@@ -372,7 +394,8 @@ class Scheduler:
             return []
         if len(result.token_ids) != len(plan.entries):
             raise ValueError(f"the runner returned {len(result.token_ids)} results for {len(plan.entries)} entries")
-        requests = self._flights.land(plan)
+        flight = self._flights.land(plan)
+        requests, snapshots = flight.requests, flight.snapshots
         updates: list[Update] = []
         append = updates.append
         cache, prefilling = self.cache, self._roster.prefilling
@@ -397,6 +420,8 @@ class Scheduler:
             request.num_computed_tokens = computed
             if computed % page_size < count:
                 cache.publish(request)
+            if snapshots and request in snapshots:
+                cache.publish_snapshot(request, snapshots.pop(request))
             if prefilling and request_id in prefilling:
                 self._advance(request, is_sampled, now)
             elif request.first_token_at is None and is_sampled:
@@ -428,6 +453,8 @@ class Scheduler:
                 elif num_tokens >= request.max_tokens:
                     finished = self.finish(request, "length")
             append(new(update_type, (request, token_ids, logprobs, prompt, finished)))
+        if snapshots:
+            self._flights.drop(snapshots)
         return updates
 
     def _find_end(self, request: Request, count: int) -> tuple[Finished | None, int]:
@@ -472,9 +499,11 @@ class Scheduler:
 
     def __repr__(self) -> str:
         blocks = "+".join(f"{pool.num_used}/{pool.num_usable}" for pool in self.cache.pools)
+        pool = None if self.cache.states is None else self.cache.states.pool
+        states = "" if pool is None else f" | slots {pool.num_used}/{pool.num_usable}"
         hits = 100 * self.prefix_cache_hits / max(self.prefix_cache_queries, 1)
         return (
             f"<Scheduler {self.scheduler_type} [{self.num_running} running, {self.num_waiting} waiting, "
-            f"{self.num_paused} paused | blocks {blocks} | prefix hits {hits:.0f} % | "
+            f"{self.num_paused} paused | blocks {blocks}{states} | prefix hits {hits:.0f} % | "
             f"{self.num_preemptions} preemptions]>"
         )

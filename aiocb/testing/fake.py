@@ -47,6 +47,7 @@ class FakeRunner(ImmediateRunner):
         vocab_size, max_model_len: as a model would report them.
         eos_token_id: ends a scripted reply.
         num_blocks, page_size, windows: the cache that it pretends to hold; one group of layers per window.
+        num_slots: of states that it pretends to hold, the null slot included; 0 for a model without states.
         gate: holds every step until the test lets it pass.
         step_time: seconds that a step takes (asleep: the event loop is free).
         raise_at: exceptions by step: the step raises, which kills the engine.
@@ -71,6 +72,7 @@ class FakeRunner(ImmediateRunner):
         num_blocks: int = 1024,
         page_size: int = 16,
         windows: Sequence[int | None] = (None,),
+        num_slots: int = 0,
         gate: Gate | None = None,
         step_time: float = 0.0,
         raise_at: Mapping[int, BaseException] | None = None,
@@ -80,7 +82,7 @@ class FakeRunner(ImmediateRunner):
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_id = eos_token_id
-        self.cache_layout = simple_layout(num_blocks, page_size=page_size, windows=windows)
+        self.cache_layout = simple_layout(num_blocks, page_size=page_size, windows=windows, num_slots=num_slots)
         self.device_type = "cpu"
         self.choices = (Choice("model", "FakeRunner", "scripted tokens"),)
         self.num_steps = 0

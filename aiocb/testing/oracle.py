@@ -4,8 +4,9 @@ Where a model writes K and V, the oracle writes a 64-bit hash of the whole histo
 physical slot. Before it "attends", it checks that every position which the new tokens can see holds exactly their own
 history: a block that was shared wrongly, reused too early, not copied, dropped from a window or published before it
 was written raises `KVMismatch` in the very step that reads it. So does one that was written for another cache salt or
-by other weights. It keeps its own record of every open request, as a runner does, and obeys nothing else: a plan that
-tells too little is noticed as well.
+by other weights. In place of a state it keeps how many tokens have gone into it, and the hash of their history: what a
+request goes on from has to be its own. It keeps its own record of every open request, as a runner does, and obeys
+nothing else: a plan that tells too little is noticed as well.
 
 Its next token is a function of the history (and of the seed, when the request samples), so the output of a request is
 the same alone, batched, chunked, preempted or forked, and `expected_output` tells it in advance.
@@ -18,12 +19,12 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiocb.config import Choice
 from aiocb.records import Record
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import NULL_BLOCK, BlockCopy, CacheLayout, StepEntry, StepPlan, StepResult
+from aiocb.step import NULL_BLOCK, BlockCopy, CacheLayout, StateCopy, StepEntry, StepPlan, StepResult
 from aiocb.testing.records import CheckedRecords, KVMismatch, fake_result, simple_layout
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["KVOracle"]
 
 _MASK = (1 << 64) - 1
+_FRESH = (0, 0)
+_SNAPSHOT = -1  # who a slot belongs to that nobody lives in
 
 
 class _Seen:
@@ -60,6 +63,16 @@ class _Seen:
         for position in range(len(history), end):
             history.append(_extend(history[-1] ^ realm if history else 0, position, tokens[position]) ^ realm)
         return history
+
+
+class _Flight(NamedTuple):
+    """A plan in flight; `blocks` and `slots` say whom it reads and writes them for (by group and block; by slot)."""
+
+    plan: StepPlan
+    records: list[Record]
+    result: StepResult
+    blocks: dict[tuple[int, int], int]
+    slots: dict[int, int]
 
 
 class KVOracle:
@@ -108,8 +121,10 @@ class KVOracle:
         self._pages: list[list[list[int]]] = [
             [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
         ]
+        states = self.cache_layout.states
+        self._states: list[tuple[int, int]] = [_FRESH] * (0 if states is None else states.num_slots)
         self._records = CheckedRecords(len(self.cache_layout.groups))  # each `state` is a `_Seen`
-        self._flights: deque[tuple[StepPlan, list[Record], StepResult, dict[tuple[int, int], int]]] = deque()
+        self._flights: deque[_Flight] = deque()
         self.num_steps = 0
         self.num_tokens = 0
         self.max_requests = 0
@@ -135,6 +150,8 @@ class KVOracle:
             record = self._records[request.id]
             if record.tokens != request.tokens:
                 raise KVMismatch(f"the runner has other tokens of {request!r}: {record.tokens}, {request.tokens}")
+            if record.state_slot != request.state_slot:
+                raise KVMismatch(f"the runner has the state of {request!r} in slot {record.state_slot}")
             for mine, table in zip(record.tables, request.tables, strict=True):
                 told = table[: request.num_sent_blocks]
                 if len(mine) != len(told) or any(block not in (NULL_BLOCK, known) for known, block in zip(mine, told)):
@@ -181,7 +198,7 @@ class KVOracle:
         if len(self._flights) >= self.depth:
             raise KVMismatch(f"more than {self.depth} plans are in flight")
         self.is_released = False
-        if {entry.request_id for flown, *_ in self._flights for entry in flown.entries}.intersection(plan.closed):
+        if {entry.request_id for flown in self._flights for entry in flown.plan.entries}.intersection(plan.closed):
             raise KVMismatch("a request is closed that a plan in flight names")
         if {opened.request_id for opened in plan.opened} - {entry.request_id for entry in plan.entries}:
             raise KVMismatch("a request is opened without an entry")
@@ -190,9 +207,8 @@ class KVOracle:
             salt = self._salt_of(opened.request_id)
             self._records[opened.request_id].state = _Seen(salt, self._realm(salt))
         self._check_plan(plan, records)
-        blocks: dict[tuple[int, int], int] = {}
-        result = self._run(plan, records, blocks) if plan.entries else StepResult(())
-        self._flights.append((plan, records, result, blocks))
+        flight = _Flight(plan, records, StepResult(()), {}, {})
+        self._flights.append(flight._replace(result=self._run(flight)) if plan.entries else flight)
         return plan
 
     def collect(self, handle: StepPlan) -> StepResult:
@@ -202,7 +218,7 @@ class KVOracle:
             KVMismatch: another plan is the oldest.
         """
         self._interrupt("collect")
-        plan, records, result, _ = self._flights.popleft()
+        plan, records, result, *_ = self._flights.popleft()
         if plan is not handle:
             raise KVMismatch("plans are collected out of order")
         self._records.finish(records, result)
@@ -211,7 +227,9 @@ class KVOracle:
         return result
 
     def _check_plan(self, plan: StepPlan, records: Sequence[Record]) -> None:
-        if not plan.entries and (plan.num_tokens or plan.copies_before or not plan.closed):
+        if not plan.entries and (
+            plan.num_tokens or plan.copies_before or plan.states_before or plan.states_after or not plan.closed
+        ):
             raise KVMismatch("a plan that does nothing was executed")
         if plan.num_tokens != sum(entry.num_new_tokens for entry in plan.entries):
             raise KVMismatch("num_tokens is not the sum of the entries")
@@ -234,18 +252,25 @@ class KVOracle:
             if not (entry.is_sampled + len(entry.draft_token_ids)) <= entry.num_logits <= entry.num_new_tokens:
                 raise KVMismatch(f"{who} has {entry.num_logits} logit rows")
 
-    def _run(self, plan: StepPlan, records: Sequence[Record], blocks: dict[tuple[int, int], int]) -> StepResult:
-        """Execute a plan; `blocks` is filled with what it reads and writes: group and block, and for whom."""
+    def _run(self, flight: _Flight) -> StepResult:
+        """Execute a plan; its `blocks` and `slots` are filled."""
+        plan, records, _, blocks, slots = flight
         errors = (self._errors(plan) if self._errors is not None else None) or {}
         rows = list(zip(plan.entries, records, strict=True))
         self._copy(plan.copies_before)
+        if self._states:
+            self._restore(plan.states_before, records, slots)
         # All writes come before all reads, as in a model's layer.
         written: set[tuple[int, int, int]] = set()
         for entry, record in rows:
             self._write(entry, record, written)
         for entry, record in rows:
             self._read(entry, record, blocks)
+            if self._states:
+                self._go_on(entry, record)
         self._copy(plan.copies_after)
+        if self._states:
+            self._put_aside(plan.states_after, records, slots)
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self.max_requests = max(self.max_requests, len(plan.entries))
@@ -264,6 +289,45 @@ class KVOracle:
             if NULL_BLOCK in (source, target):
                 raise KVMismatch(f"the null block of group {group} is copied")
             self._pages[group][target] = list(self._pages[group][source])
+
+    def _restore(self, copies: Sequence[StateCopy], records: Sequence[Record], slots: dict[int, int]) -> None:
+        """Copy states before the step, into slots that its requests live in."""
+        live = {record.state_slot: record.request_id for record in records}
+        if NULL_BLOCK in live or len(live) < len(records):
+            raise KVMismatch("a request has no slot of its own")
+        for slot, owner in live.items():
+            if any(flight.slots.get(slot, owner) != owner for flight in self._flights):
+                raise KVMismatch(f"slot {slot} is given away while a plan in flight names it")
+        owners = {record.state_slot: record.request_id for record in self._records}
+        for source, target in copies:
+            if NULL_BLOCK in (source, target) or source == target or target not in live:
+                raise KVMismatch(f"slot {source} is copied to {target} before the step, where nobody of it lives")
+            self._states[target] = self._states[source]
+            slots[source] = owners.get(source, _SNAPSHOT)
+        slots.update(live)
+
+    def _go_on(self, entry: StepEntry, record: Record) -> None:
+        start, end = entry.num_computed_tokens, entry.num_computed_tokens + entry.num_new_tokens
+        history = record.state.history
+        found = self._states[record.state_slot] if start else _FRESH
+        if found != ((start, history[start - 1]) if start else _FRESH):
+            raise KVMismatch(
+                f"request {entry.request_id} computes {start}..{end - 1} from a state that is not its own: slot "
+                f"{record.state_slot}, of {found[0]} tokens"
+            )
+        self._states[record.state_slot] = end, history[end - 1]
+
+    def _put_aside(self, copies: Sequence[StateCopy], records: Sequence[Record], slots: dict[int, int]) -> None:
+        """Copy states after the step, from slots that its requests live in to some that nobody uses."""
+        sources = {record.state_slot for record in records}
+        taken = {NULL_BLOCK, *slots, *(record.state_slot for record in self._records)}
+        taken.update(slot for flight in self._flights for slot in flight.slots)
+        for source, target in copies:
+            if target in taken or source not in sources:
+                raise KVMismatch(f"slot {source} is copied to {target} after the step, which is in use")
+            self._states[target] = self._states[source]
+            slots[target] = _SNAPSHOT
+            taken.add(target)
 
     def expected_output(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, seed: int = 0
@@ -303,7 +367,7 @@ class KVOracle:
                 if page >= len(table) or table[page] == NULL_BLOCK:
                     raise KVMismatch(f"request {entry.request_id}: no block for position {position} in group {g}")
                 slot = (g, table[page], offset)
-                if any(flight[3].get(slot[:2], entry.request_id) != entry.request_id for flight in self._flights):
+                if any(flight.blocks.get(slot[:2], entry.request_id) != entry.request_id for flight in self._flights):
                     raise KVMismatch(f"block {slot[1]} of group {g} is given away while a plan in flight names it")
                 if slot in written:
                     raise KVMismatch(f"slot {slot} is written twice in one step")

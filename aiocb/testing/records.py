@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from aiocb.outputs import TokenLogprobs
 from aiocb.records import Record, Records
-from aiocb.step import CacheGroup, CacheLayout, StepPlan, StepResult
+from aiocb.step import CacheGroup, CacheLayout, StateLayout, StepPlan, StepResult
 
 __all__ = ["CheckedRecords", "KVMismatch", "fake_result", "simple_layout"]
 
@@ -70,7 +70,12 @@ class CheckedRecords(Records):
 
 
 def simple_layout(
-    num_blocks: int | Sequence[int] = 64, *, page_size: int = 4, windows: Sequence[int | None] = (None,)
+    num_blocks: int | Sequence[int] = 64,
+    *,
+    page_size: int = 4,
+    windows: Sequence[int | None] = (None,),
+    num_slots: int = 0,
+    interval: int | None = None,
 ) -> CacheLayout:
     """A cache layout with one layer per group.
 
@@ -78,13 +83,16 @@ def simple_layout(
         num_blocks: blocks per group, the null block included; one number for all groups, or one each.
         page_size: tokens per block.
         windows: one group for each: its sliding window, or None for full attention.
+        num_slots: of states, the null slot included; 0 for a model without states.
+        interval: tokens from one snapshot of a state to the next; None: 8 pages.
     """
     counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
     groups = (
         CacheGroup(window, (layer,), count, page_size)
         for layer, (window, count) in enumerate(zip(windows, counts, strict=True))
     )
-    return CacheLayout(page_size, tuple(groups))
+    states = StateLayout(num_slots, page_size, interval or 8 * page_size) if num_slots else None
+    return CacheLayout(page_size, tuple(groups), states)
 
 
 def fake_result(

@@ -41,14 +41,14 @@ def test_a_prefix_is_found_after_its_request_has_gone() -> None:
     cache = make()
     first = CachedSequence(list(range(10)))
     compute(cache, first)
-    cache.free_tables(cache.detach(first))
+    cache.free(cache.detach(first))
     assert cache.usage() == 0.0
     second = CachedSequence([*range(9), 99, 98])
     assert cache.match(second) == 2
     assert cache.attach(second, 2) == 8
     assert second.num_computed_tokens == 8 and cache.pools[0].num_used == 2
-    cache.free_tables(cache.detach(second))
-    cache.free_tables(cache.detach(second))
+    cache.free(cache.detach(second))
+    cache.free(cache.detach(second))
     cache.check_invariants([])
 
 
@@ -94,7 +94,7 @@ def test_new_weights_find_nothing_old_and_old_kv_is_not_published() -> None:
     compute(cache, old)
     assert hit(cache, range(20)) == 0 and len(cache.indices[0]) == 0
     assert cache.match(old) == 5
-    cache.free_tables(cache.detach(old))
+    cache.free(cache.detach(old))
     compute(cache, old)
     assert hit(cache, range(20)) == 16
 
@@ -102,7 +102,7 @@ def test_new_weights_find_nothing_old_and_old_kv_is_not_published() -> None:
 def test_eviction_goes_block_by_block_from_the_end() -> None:
     cache = make(6)
     compute(cache, first := CachedSequence(list(range(16))))
-    cache.free_tables(cache.detach(first))
+    cache.free(cache.detach(first))
     assert hit(cache, range(17)) == 16
     # One block was never used; the second one comes from the end of the cached prefix.
     compute(cache, CachedSequence([100] * 5))
@@ -116,7 +116,7 @@ def test_a_cached_block_in_use_is_not_evicted() -> None:
     compute(cache, first)
     second = CachedSequence([*range(8), 1])
     cache.attach(second, cache.match(second))
-    cache.free_tables(cache.detach(first))
+    cache.free(cache.detach(first))
     assert not cache.allocate(CachedSequence([7] * 8), 8)
     cache.check_invariants([second])
 
@@ -165,7 +165,7 @@ def test_a_long_prompt_gives_blocks_back_between_its_chunks() -> None:
         assert count >= 8
         end = min(100, end + count)
         compute(cache, sequence, end)
-    cache.free_tables(cache.detach(sequence))
+    cache.free(cache.detach(sequence))
     assert cache.pools[0].num_used == 0
 
 
@@ -174,7 +174,7 @@ def test_a_hit_on_a_sliding_group_needs_only_the_window() -> None:
     first = CachedSequence(list(range(30)))
     for end in (10, 20, 30):
         compute(cache, first, end)
-    cache.free_tables(cache.detach(first))
+    cache.free(cache.detach(first))
     # The blocks out of the window were given back long ago, and reused by nobody: make them go.
     for block in cache.pools[1].free_blocks():
         tokens = first.tokens
@@ -218,7 +218,7 @@ def test_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     assert child.tables[0][:2] == leader.tables[0][:2] and source != target
     assert child.num_computed_tokens == 9
     cache.check_invariants([leader, child])
-    cache.free_tables(cache.detach(leader))
+    cache.free(cache.detach(leader))
     cache.check_invariants([child])
 
 
@@ -274,7 +274,7 @@ def test_usage_counts_references_only_and_by_size() -> None:
     assert cache.usage() == pytest.approx(10 / 15)
     sequence.num_computed_tokens = sequence.num_scheduled_tokens = 20
     cache.publish(sequence)
-    cache.free_tables(cache.detach(sequence))
+    cache.free(cache.detach(sequence))
     assert cache.usage() == 0.0 and cache.has_margin(1.0)
     assert "cached 10" in repr(cache)
 
@@ -297,13 +297,13 @@ def test_a_partial_block_is_reused_before_cached_ones() -> None:
     sequence = CachedSequence(list(range(18)))
     compute(cache, sequence)
     partial = sequence.tables[0][-1]
-    cache.free_tables(cache.detach(sequence))
+    cache.free(cache.detach(sequence))
     assert cache.pools[0].free_blocks()[0] == partial
     late = CachedSequence([7])
     compute(cache, late)
     (block,) = late.tables[0]
     assert block == partial
-    cache.free_tables(cache.detach(late))
+    cache.free(cache.detach(late))
     assert cache.pools[0].free_blocks()[0] == partial
 
 
@@ -322,7 +322,7 @@ def test_hits_that_nobody_holds_are_taken_from_the_free_blocks(is_held: bool) ->
     first = CachedSequence(list(range(12)))
     compute(cache, first)
     if not is_held:
-        cache.free_tables(cache.detach(first))
+        cache.free(cache.detach(first))
     second = CachedSequence([*range(12), *range(40, 49)])
     hits = cache.match(second)
     assert hits == 3 and cache.num_free() == (2 if is_held else 5,)

@@ -26,6 +26,8 @@ class Harness:
         num_blocks: int | Sequence[int] = 64,
         page_size: int = 4,
         windows: Sequence[int | None] = (None,),
+        num_slots: int = 0,
+        interval: int | None = None,
         layout: CacheLayout | None = None,
         sharing: bool = True,
         max_batch_tokens: int = 64,
@@ -37,7 +39,9 @@ class Harness:
         draft_len: int = 0,
         errors: Callable[[StepPlan], Mapping[int, Exception] | None] | None = None,
     ) -> None:
-        self.layout = layout or simple_layout(num_blocks, page_size=page_size, windows=windows)
+        self.layout = layout or simple_layout(
+            num_blocks, page_size=page_size, windows=windows, num_slots=num_slots, interval=interval
+        )
         self.cache = CacheManager(self.layout, sharing)
         self.scheduler = Scheduler(
             self.cache,
@@ -180,6 +184,7 @@ class Harness:
         assert self.scheduler.num_requests == 0 and not self.scheduler.has_work
         assert self.oracle.num_open == 0
         assert self.cache.usage() == 0.0
+        assert self.cache.states is None or self.cache.states.usage == 0.0
         self.scheduler.check_invariants()
         for request in self.requests:
             if request.arrival < 0:

@@ -38,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         margin=st.sampled_from([0.0, 0.15, 0.5]),
         depth=st.sampled_from([1, 1, 2]),
         draft_len=st.sampled_from([0, 0, 3]),
+        states=st.sampled_from([(0, 1), (0, 1), (2, 1), (3, 4), (6, 2), (30, 3)]),
     )
     def build(
         self,
@@ -52,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         margin: float,
         depth: int,
         draft_len: int,
+        states: tuple[int, int],
     ) -> None:
         self.plan: StepPlan | None = None
         self.fault = False
@@ -67,6 +69,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             margin=margin,
             depth=depth,
             draft_len=draft_len,
+            num_slots=states[0],
+            interval=states[1] * page_size,
             errors=self.errors,
         )
 
@@ -201,14 +205,15 @@ TestScheduler.settings = settings(
 )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_a_long_random_history(seed: int) -> None:
     """Longer and denser than hypothesis goes: hundreds of requests through a small cache."""
     rng = random.Random(seed)
     windows = WINDOWS[seed % len(WINDOWS)]
+    page_size = rng.choice([2, 4, 8])
     h = Harness(
         num_blocks=[rng.randint(14, 30) for _ in windows],
-        page_size=rng.choice([2, 4, 8]),
+        page_size=page_size,
         windows=windows,
         max_batch_tokens=rng.choice([8, 16, 48]),
         max_requests=rng.choice([4, 8]),
@@ -217,6 +222,8 @@ def test_a_long_random_history(seed: int) -> None:
         margin=rng.choice([0.0, 0.15]),
         depth=1 + seed % 2,
         draft_len=rng.choice([0, 2]),
+        num_slots=rng.choice([2, 5, 12]) if seed >= 12 else 0,
+        interval=rng.choice([1, 3]) * page_size,
     )
     alive: list[Request] = []
     for _ in range(120):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import BlockCopy, CacheLayout, OpenedRequest, StepEntry, StepPlan
+from aiocb.step import BlockCopy, CacheLayout, OpenedRequest, StateCopy, StepEntry, StepPlan
 from aiocb.testing.oracle import KVOracle
 from aiocb.testing.records import KVMismatch, simple_layout
 
@@ -176,6 +176,84 @@ def test_a_window_may_lose_what_nobody_sees_and_nothing_else() -> None:
         written(layout).execute(plan(entry(6, 4, [1, 2, 3], [0, 4, 3])))
     with pytest.raises(KVMismatch, match="group 0"):
         written(layout).execute(plan(entry(6, 4, [0, 2, 3], [0, 2, 3])))
+
+
+STATES = simple_layout(8, num_slots=6)
+
+
+def with_state(depth: int = 1) -> KVOracle:
+    """Request 1 lives in slot 1 and has come to token 6; slot 2 has its state behind the first block."""
+    oracle = KVOracle(STATES, depth=depth)
+    first = opened()._replace(state_slot=1)
+    oracle.execute(plan(entry(0, 4, [1, 2]), opened=(first,), states_after=(StateCopy(1, 2),)))
+    oracle.execute(plan(entry(4, 2)))
+    return oracle
+
+
+def other(slot: int = 3) -> OpenedRequest:
+    return opened(2)._replace(state_slot=slot)
+
+
+def test_states_that_are_right_pass() -> None:
+    oracle = with_state()
+    restored = plan(entry(4, 6, [1, 4, 5], request_id=2), opened=(other(),), states_before=(StateCopy(2, 3),))
+    assert oracle.execute(restored).token_ids[0]
+    # A fork copies a live one.
+    third = opened(3)._replace(state_slot=4)
+    forked = plan(
+        entry(6, 4, [1, 6, 7], request_id=3),
+        opened=(third,),
+        copies_before=(BlockCopy(0, 2, 6),),
+        states_before=(StateCopy(1, 4),),
+    )
+    assert oracle.execute(forked).token_ids[0]
+    # Whoever starts afresh needs no copy.
+    fourth = opened(4)._replace(state_slot=3)
+    oracle.execute(plan(entry(0, 4, [5], request_id=4), opened=(fourth,), closed=(2,)))
+
+
+RESTORED = entry(4, 6, [1, 4, 5], request_id=2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        plan(RESTORED, opened=(other(),)),  # nothing was copied
+        plan(RESTORED, opened=(other(),), states_before=(StateCopy(1, 3),)),  # of another length
+        plan(RESTORED, opened=(other(),), states_before=(StateCopy(2, 4),)),  # to another slot
+        plan(RESTORED, opened=(other(0),), states_before=(StateCopy(2, 3),)),
+        plan(RESTORED, opened=(other(),), states_before=(StateCopy(0, 3),)),
+        plan(entry(0, 6, [3, 4], request_id=2), RIGHT._replace(new_blocks=((5,),)), opened=(other(1),)),
+        plan(RIGHT, states_after=(StateCopy(3, 2),)),  # from where nobody lives
+        plan(RIGHT, states_after=(StateCopy(1, 1),)),
+        plan(RIGHT, states_after=(StateCopy(1, 0),)),
+        plan(RIGHT, states_after=(StateCopy(1, 2), StateCopy(1, 2))),
+        plan(RESTORED, opened=(other(),), states_before=(StateCopy(2, 3),), states_after=(StateCopy(3, 1),)),
+    ],
+)
+def test_wrong_states_are_noticed(wrong: StepPlan) -> None:
+    with pytest.raises(KVMismatch):
+        with_state().execute(wrong)
+
+
+def test_slots_of_a_plan_in_flight_are_not_given_away() -> None:
+    restored = plan(RESTORED, opened=(other(),), states_before=(StateCopy(2, 3),))
+    for taken in (2, 3):
+        oracle = with_state(depth=2)
+        oracle.submit(restored)
+        with pytest.raises(KVMismatch, match="in flight"):
+            oracle.submit(plan(entry(0, 4, [6], request_id=3), opened=(opened(3)._replace(state_slot=taken),)))
+        oracle = with_state(depth=2)
+        oracle.submit(restored)
+        with pytest.raises(KVMismatch, match="in use"):
+            oracle.submit(plan(RIGHT._replace(new_blocks=((6,),)), states_after=(StateCopy(1, taken),)))
+
+
+def test_states_of_other_weights_are_of_no_use() -> None:
+    oracle = with_state()
+    oracle.reload_weights()
+    with pytest.raises(KVMismatch):
+        oracle.execute(plan(RESTORED, opened=(other(),), states_before=(StateCopy(2, 3),)))
 
 
 def test_output_depends_on_history_and_seed_only() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from aiocb.cache import CacheManager
+from aiocb.cache.states import Snapshot
 from aiocb.sampling_params import SamplingParams
 from aiocb.scheduler import Request
 from aiocb.scheduler.draft import Draft
 from aiocb.scheduler.pending import PendingPrefixes
+from aiocb.step import StateCopy
 from aiocb.testing.records import simple_layout
 
 
@@ -75,5 +77,11 @@ def test_withdrawing_takes_entry_budget_and_copies_back() -> None:
     draft.withdraw(fork)
     assert draft.budget == 19 and draft.requests == [leader] and draft.copies == []
     assert leader.is_open and not fork.is_open
-    plan = draft.plan(())
+    leader.state_slot, fork.state_slot = 3, 4
+    draft.states += [StateCopy(3, 4), StateCopy(5, 3)]
+    draft.snapshots = {leader: False, fork: True}
+    draft.withdraw(fork)
+    assert draft.states == [StateCopy(5, 3)] and draft.snapshots == {leader: False}
+    plan = draft.plan((), {leader: Snapshot(7, 12, False)})
+    assert plan.states_before == (StateCopy(5, 3),) and plan.states_after == (StateCopy(3, 7),)
     assert plan.num_tokens == 1 and [opened.request_id for opened in plan.opened] == [1]

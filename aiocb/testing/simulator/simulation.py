@@ -161,7 +161,13 @@ class Simulation:
             raise PlannedFault("a file is damaged")
         layout = self.report.layout
         return KVOracle(
-            simple_layout(layout.num_blocks, page_size=layout.page_size, windows=layout.windows),
+            simple_layout(
+                layout.num_blocks,
+                page_size=layout.page_size,
+                windows=layout.windows,
+                num_slots=layout.num_slots,
+                interval=layout.interval,
+            ),
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,
             depth=self.report.depth,

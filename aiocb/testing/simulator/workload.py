@@ -16,12 +16,17 @@ EOS_TOKEN_ID = 3
 
 
 class Layout(NamedTuple):
-    """A cache to run on; `windows` has one entry for each group of layers, None for full attention."""
+    """A cache to run on; `windows` has one entry for each group of layers, None for full attention.
+
+    With `num_slots`, the model has states, and a snapshot of a long prompt every `interval` tokens.
+    """
 
     name: str
     num_blocks: int | tuple[int, ...]
     page_size: int
     windows: tuple[int | None, ...]
+    num_slots: int = 0
+    interval: int | None = None
 
 
 LAYOUTS = (
@@ -31,6 +36,8 @@ LAYOUTS = (
     Layout("tiny hybrid", (24, 18), 4, (None, 6)),
     Layout("sliding", 30, 4, (7,)),
     Layout("large pages", 12, 16, (None,)),
+    Layout("states", 90, 4, (None,), 20, 12),
+    Layout("tiny states", (26, 20), 4, (None, 9), 4, 8),
 )
 
 
