@@ -75,7 +75,7 @@ class StateLayout(NamedTuple):
         num_slots: physical slots, the null slot 0 included.
         slot_bytes: bytes of one slot, all layers together.
         interval: tokens from one snapshot of a long prompt to the next: a multiple of the page, and of the chunk in
-            which the model scans.
+            which the model scans. 0 takes none at all.
     """
 
     num_slots: int

@@ -124,13 +124,13 @@ class StateCache:
         """Where the next snapshot of a request that computes its tokens belongs, in tokens; 0 for nowhere.
 
         Points are the end of its last full block, every `interval` tokens, where its KV would have matched and its
-        state did not, and where others wait for it. There is none while no slot is free.
+        state did not, and where others wait for it. There is none while no slot is free, or without an interval.
 
         Args:
             sequence: its block hashes are there.
             targets: numbers of tokens, ends of full blocks, that others wait for.
         """
-        if not self.pool.num_free:
+        if not self.pool.num_free or not self._interval:
             return 0
         start, page_size = sequence.num_scheduled_tokens, self._page_size
         last = (len(sequence.tokens) - 1) // page_size * page_size
@@ -142,8 +142,8 @@ class StateCache:
         return 0
 
     def snapshot(self, sequence: CachedSequence, *, is_rolling: bool) -> Snapshot | None:
-        """Take a slot for the state behind all scheduled tokens of a request; None when none is free."""
-        slot = self.take()
+        """Take a slot for the state behind all scheduled tokens of a request; None when none is free, or wanted."""
+        slot = self.take() if self._interval else None
         if slot is None:
             return None
         return Snapshot(slot, sequence.num_scheduled_tokens, is_rolling)

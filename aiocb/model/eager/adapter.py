@@ -21,24 +21,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from aiocb.attention.base import AttentionBackend, LayerSpec
 from aiocb.config import Choice
 from aiocb.errors import ConfigError
-from aiocb.model.eager.batch import PackedStep, pack
-from aiocb.model.eager.cache import StepCache
+from aiocb.model.eager.batch import pack
+from aiocb.model.eager.cache import cache_for
 from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
 from aiocb.model.eager.masks import NotPlainError
-from aiocb.model.eager.mixers import Mixer, Watch, explain, learn_mixers, split
+from aiocb.model.eager.mixers import Mixer, Watch, attend_outside, explain, learn_mixers, split
 from aiocb.model.eager.own_attention import needs_masks, take_over
-from aiocb.model.eager.packed import PackedStates
-from aiocb.model.eager.passes import Part, Pass, current, entered
+from aiocb.model.eager.own_states import keep_states
+from aiocb.model.eager.packed import PackedStates, scan_packed
+from aiocb.model.eager.parts import make_parts
+from aiocb.model.eager.passes import Pass, current, entered
 from aiocb.model.eager.positions import learn_tables, sequence_bound
 from aiocb.model.eager.recurrence import Scans
-from aiocb.model.eager.states import StateKey, StateRows, StateSpec, StateStorage
+from aiocb.model.eager.states import StateKey, StateSpec, StateStorage
 from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
 from aiocb.model.parity import probe_ids
@@ -54,6 +56,9 @@ ATTENTION_NAME = "aiocb"
 MASKED_NAME = "aiocb-masked"
 """The same, for models that cannot do without a mask: known to the mask functions too, whose masks hide nothing."""
 
+SPLIT_NAME = "aiocb-split"
+"""The same, for models with modules that attend in parts (see `mixers`): what stands for a mask becomes one there."""
+
 PROBE_NAME = "aiocb-probe"
 """Known to the mask functions too; used once at load, to learn what the model's masks hide (see `masks`)."""
 
@@ -65,12 +70,10 @@ def _attention_forward(*args: Any, **options: Any) -> tuple[Tensor, None]:
     return current().handler.attend(AttentionCall(*args, **options)), None
 
 
-def _probe_mask(
+def _make_mask(
     q_length: int, kv_length: int, mask_function: Callable[..., Any], device: Any = "cpu", **_: Any
 ) -> Tensor:
-    recorder: Any = current().handler
-    mask: Tensor = recorder.make_mask(mask_function, q_length, kv_length, torch.device(device))
-    return mask
+    return current().handler.make_mask(mask_function, q_length, kv_length, torch.device(device))
 
 
 def _empty_mask(device: Any = "cpu", **_: Any) -> Tensor:
@@ -85,8 +88,9 @@ def _answering() -> Handler | None:
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_forward)
 ALL_ATTENTION_FUNCTIONS.register(MASKED_NAME, _attention_forward)
 ALL_MASK_ATTENTION_FUNCTIONS.register(MASKED_NAME, _empty_mask)
-ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, _attention_forward)
-ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE_NAME, _probe_mask)
+for name in (PROBE_NAME, SPLIT_NAME):
+    ALL_ATTENTION_FUNCTIONS.register(name, _attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _make_mask)
 
 
 class ModelAdapter:
@@ -98,7 +102,8 @@ class ModelAdapter:
         states: one request's part of each state, likewise.
         mixers: modules that are called in parts, likewise.
         scan_chunk: tokens that the mixers scan at once.
-        scans: what mixers scan packed rows with; None where all are called in parts, for the reason `why_split`.
+        scans: what mixers scan the rows of all requests with; None where they are called in parts.
+        why_split: the reason for it.
         dtype: of keys and values.
         device: of the model's input.
         vocab_size: rows of the logits.
@@ -111,6 +116,8 @@ class ModelAdapter:
     def __init__(self, model: PreTrainedModel) -> None:
         self.view = View(model)
         self._attention = MASKED_NAME if needs_masks(self.view.model) else ATTENTION_NAME
+        self._stateful, gets_no_cache = keep_states(self.view.model)
+        self._gets_cache = not gets_no_cache
         self._has_own_attention = take_over(self.view.model, _answering) > 0
         self.view.name_attention(self._attention)
         self.device: torch.device = model.device
@@ -136,8 +143,10 @@ class ModelAdapter:
         names = (name for module in modules for name in inspect.signature(module.forward).parameters)
         # transformers 5.2x renamed past_key_values to cache.
         self._cache_argument = next((name for name in names if name in ("cache", "past_key_values")), "")
-        if not self._cache_argument and not self._has_own_attention:
+        if not self._cache_argument and not self._has_own_attention and self._gets_cache:
             raise NotPlainError("its forward takes no cache")
+        self._gets_cache &= bool(self._cache_argument)
+        self._cache = cache_for(model)
         self._takes_positions = "position_ids" in parameters or takes_any
         self._takes_logit_rows = "logits_to_keep" in parameters
 
@@ -147,48 +156,86 @@ class ModelAdapter:
             if hasattr(module, KEPT_KEYS):  # counts the keys of all requests: nothing may be hidden from any of them
                 self._bound_length(getattr(module, KEPT_KEYS), f"{KEPT_KEYS} of its attention")
                 setattr(module, KEPT_KEYS, sys.maxsize)
-        tried = self._try_dry_run()
+        self.mixers: list[Mixer] = []
+        self._why_not_packed: dict[nn.Module, str] = {}
+        self.scans: Scans | None = None
+        self.why_split = ""
+        try:
+            tried = self._try_dry_run()
+        except NotPlainError:
+            if not self._split_attention():
+                raise
+            tried = self._try_dry_run()
+        if tried is None and self._split_attention():
+            tried = self._try_dry_run()
         if tried is None:
             self._dry_run(attention=PROBE_NAME)  # may say why
             raise NotPlainError("it works on its attention mask by itself")
         recorder, logits = tried
         self.dtype: torch.dtype = recorder.dtype or self.view.model.dtype
         self.states: dict[StateKey, StateSpec] = dict(sorted(recorder.states.items()))
-        self.scans: Scans | None = None
-        self.why_split = "not asked for"
-        self._attending = tuple(recorder.attending.values())
-        self.scan_chunk = SCAN_CHUNK
-        self.mixers = self._learn_mixers() if self.states else []
+        if self.states and not self.mixers:
+            self._learn_mixers(self._watch())
+        self._explain(recorder)
         self.vocab_size = int(logits.shape[-1])
         self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
         self._learn_masks(recorder.unsure)
-        stateful = {key.layer for key in self.states} - set(self.specs)
-        self._check_layers(len(recorder.attending) + len(stateful))
+        self._check_layers(len(recorder.attending) + self._num_stateful_layers(recorder))
         self._learn_tables()
         self._learn_counting()
 
-    def _learn_mixers(self) -> list[Mixer]:
-        """Find the modules that keep states, and call them in parts from now on."""
-        watches = []
-        for num_tokens in (3, 5):
-            watch = Watch(self.view.model, Recorder(), num_tokens)
+    def _watch(self) -> tuple[Watch, Watch]:
+        """Watch two dry runs of different length."""
+        watches = Watch(self.view.model, 3, self._stateful), Watch(self.view.model, 5, self._stateful)
+        for watch in watches:
             with watch.watching():
-                self._dry_run(num_tokens=num_tokens, recorder=watch.recorder)
-            watches.append(watch)
-        mixers = learn_mixers(*watches)
-        for mixer in mixers:
+                self._dry_run(num_tokens=watch.num_tokens, handler=watch.surveyor)
+        return watches
+
+    def _split_attention(self) -> bool:
+        """Find modules that attend in a way of their own, and call them in parts; False where there are none."""
+        if self.mixers:
+            return False
+        self._attention = SPLIT_NAME
+        try:
+            watches = self._watch()
+        except Exception:  # another reason why it cannot be run, which others may name
+            watches = None
+        if watches is None or watches[0].surveyor.has_own_code or not watches[0].surveyor.reasons:
+            self._attention = ATTENTION_NAME
+            return False
+        self._learn_mixers(watches)
+        return True
+
+    def _learn_mixers(self, watches: tuple[Watch, Watch]) -> None:
+        """Find the modules that keep states or attend in parts, and call them so from now on."""
+        self.mixers = learn_mixers(*watches)
+        for mixer in self.mixers:
+            module, kinds = mixer.module, {key.kind for key in watches[0].recorder.owners.get(mixer.module, ())}
+            own = module.forward
             split(mixer)
-        chunks = (getattr(mixer.module, "chunk_size", SCAN_CHUNK) for mixer in mixers)
+            why_not = scan_packed(module, own, kinds)
+            if why_not:
+                self._why_not_packed[module] = "" if mixer.attends else why_not
+        for module in watches[0].surveyor.outside:
+            attend_outside(module)
+
+    def _explain(self, recorder: Recorder) -> None:
+        chunks = (getattr(mixer.module, "chunk_size", SCAN_CHUNK) for mixer in self.mixers)
         self.scan_chunk = math.lcm(*(chunk for chunk in chunks if isinstance(chunk, int)))
-        return mixers
+        self._attending = tuple(recorder.attending.values())
 
     @property
     def choices(self) -> list[Choice]:
         """How mixers are called, where not all only attend."""
         if not self.mixers:
             return []
-        scans = None if self.scans is None else self.scans.name
-        return [explain(self.mixers, self._attending, scans, self.why_split)]
+        scanned = {} if self.scans is None else dict.fromkeys(self._scanned(), self.scans.name)
+        reasons = self._why_not_packed if self.scans is not None else dict.fromkeys(self._scanned(), self.why_split)
+        return [explain(self.mixers, self._attending, scanned, set(reasons.values()) - {""})]
+
+    def _scanned(self) -> list[nn.Module]:
+        return [mixer.module for mixer in self.mixers if mixer.module not in self._why_not_packed]
 
     def _learn_masks(self, unsure: Mapping[int, str]) -> None:
         """Let the model build its masks once: take windows and chunks from them."""
@@ -253,20 +300,28 @@ class ModelAdapter:
         attention: str | None = None,
         past: int = 0,
         num_tokens: int = 3,
-        recorder: Recorder | None = None,
+        handler: Handler | None = None,
     ) -> tuple[Recorder, Tensor]:
         """Run a few tokens of one request and write down what the layers ask for."""
-        recorder = recorder or Recorder()
+        recorder = Recorder()
         ids = torch.tensor([probe_ids(self.view.model, num_tokens)], device=self.device)
         positions = torch.arange(num_tokens, device=self.device) if positions is None else positions
         self.view.name_attention(attention or self._attention)
         try:
             rows = torch.tensor([0, 2], device=self.device)
-            logits = self.forward(ids, positions.unsqueeze(0), rows, recorder, past)
+            logits = self.forward(ids, positions.unsqueeze(0), rows, handler or recorder, past)
         finally:
             self.view.name_attention(self._attention)
-        recorder.check_finished()
+        if handler is None:
+            recorder.check_finished()
         return recorder, logits
+
+    def _num_stateful_layers(self, recorder: Recorder) -> int:
+        """Count the layers that keep a state and do not attend."""
+        attending, mixers = {module for module, _ in recorder.attending}, {id(mixer.module) for mixer in self.mixers}
+        lists = (module for module in self.view.model.modules() if isinstance(module, nn.ModuleList))
+        within = [{id(part) for part in layer.modules()} for layers in lists for layer in layers]
+        return sum(bool(parts & mixers) and not parts & attending for parts in within)
 
     def _check_layers(self, num_attending: int) -> None:
         """Every decoder layer must have attended, and with the window or in the chunks that its configuration names."""
@@ -305,27 +360,27 @@ class ModelAdapter:
         """Pack the entries of a plan, and run the model over pages and slots: logits [N, V]."""
         packed = pack(entries, records, cache.layout, self.device, self.dtype)
         handler = PagedHandler(backend, cache, self.specs, packed.batch)
-        parts, whole = None, None
-        if storage is not None and self.scans is not None:
-            answering = PackedStates(storage, packed.rows, self.scans)
-            whole = Pass(answering, packed.positions, 0)
-        if storage is not None and (whole is None or not all(mixer.is_packed for mixer in self.mixers)):
-            rows_of = functools.partial(PagedHandler, backend, cache, self.specs, packed.batch)
-            parts = [_part(packed, rows_of, storage, *rows) for rows in _rows_of_parts(packed)]
-        return self.forward(packed.input_ids, packed.positions, packed.logit_rows, handler, parts=parts, whole=whole)
+        parts = single_parts = whole = None
+        if self.scans is not None and storage is not None:
+            whole = Pass(PackedStates(storage, packed.rows, self.scans), packed.positions, 0)
+        if whole is None or self._why_not_packed:
+            make = functools.partial(make_parts, packed, backend, cache, storage, self.view.model.dtype)
+            parts = make()
+            single_parts = make(one_by_one=True) if any(mixer.is_single for mixer in self.mixers) else None
+        answering = Pass(handler, packed.positions, 0, parts, single_parts, whole)
+        return self._answered(packed.input_ids, packed.logit_rows, answering)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        logit_rows: Tensor,
-        handler: Handler,
-        past: Any = 0,
-        parts: Sequence[Part] | None = None,
-        whole: Pass | None = None,
+        self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
     ) -> Tensor:
         """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
-        values: dict[str, Any] = {self._cache_argument: StepCache(), "use_cache": True} if self._cache_argument else {}
+        return self._answered(input_ids, logit_rows, Pass(handler, positions, past))
+
+    def _answered(self, input_ids: Tensor, logit_rows: Tensor, answering: Pass) -> Tensor:
+        positions = answering.positions
+        values: dict[str, Any] = {"use_cache": self._gets_cache}
+        if self._gets_cache:
+            values[self._cache_argument] = self._cache
         if self._takes_positions:
             values["position_ids"] = positions
         if self._takes_logit_rows:
@@ -333,28 +388,12 @@ class ModelAdapter:
         if self._counts_by_cache:
             # Such models add the length to 0, 1, 2, ...: what is added here makes the packed positions of it.
             past = positions[0] - torch.arange(positions.shape[1], device=positions.device)
-        with entered(Pass(handler, positions, past, parts, whole)):
+            answering = answering._replace(past=past)
+        with entered(answering):
             logits: Tensor = self.view.model(input_ids=input_ids, **values).logits  # [1, N, V]
         if not self._takes_logit_rows:
             logits = logits.index_select(1, logit_rows)
         return logits[0]
-
-
-def _rows_of_parts(packed: PackedStep) -> list[tuple[int, int, bool]]:
-    """Rows of each part, and whether they are single tokens: what goes on, what begins, then each prompt by itself."""
-    batch = packed.batch
-    num_going_on = int((batch.computed[: batch.num_decodes] > 0).sum())
-    parts = [(0, num_going_on, True), (num_going_on, batch.num_decodes, True)]
-    parts += [(row, row + 1, False) for row in range(batch.num_decodes, batch.num_rows)]
-    return [part for part in parts if part[0] < part[1]]
-
-
-def _part(
-    packed: PackedStep, handler: Callable[..., Handler], storage: StateStorage, first: int, last: int, is_batch: bool
-) -> Part:
-    start, stop = int(packed.batch.starts[first]), int(packed.batch.starts[last])
-    rows = StateRows(storage, packed.state_slots[first:last], is_fresh=packed.batch.computed[first] == 0)
-    return Part(start, stop, is_batch, Pass(handler(rows=rows), packed.positions[:, start:stop], 0))
 
 
 def _refusal(model: PreTrainedModel, reason: str) -> str:

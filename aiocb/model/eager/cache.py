@@ -5,46 +5,51 @@ Legend: T packed tokens, K key/value heads, D head dim, B requests of a part, C 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.passes import current
 from aiocb.model.eager.states import StateKey
 
-__all__ = ["StepCache"]
+__all__ = ["StepCache", "cache_for"]
 
 
 class _Unanswered(NotPlainError, AttributeError):
     """Asked of the cache, which has no such thing: `hasattr` says no, and a model that goes on is refused."""
 
 
-class _NoLayers(list[Any]):
-    """Of the cache: there are none to look at, and who wants a certain one is refused."""
+class _Layer:
+    """One layer, of which nothing can be had but an indexer's keys (MiniMax M3)."""
 
-    def __getitem__(self, index: Any) -> Any:
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise NotPlainError("it works on its cache by itself, layer by layer")
 
+    def update_index(self, states: Tensor) -> Tensor:
+        """Take new keys of an indexer [B, 1, L, D]; return all of the requests."""
+        return current().handler.update_indexer(states[:, 0], self._index).unsqueeze(1)
 
-def _refuses(reason: str) -> Callable[..., Any]:
-    """Make a method of the cache that ends the dry run."""
 
-    def method(self: StepCache, *_: Any, **__: Any) -> Any:
-        raise NotPlainError(reason)
+class _Layers(list[Any]):
+    """Of the cache: there are none to look at, and who wants something of a certain one is refused."""
 
-    return method
+    def __getitem__(self, index: Any) -> Any:
+        return _Layer(index)
 
 
 class StepCache(Cache):
     """What the model takes for its cache: hands everything to the active handler and holds nothing itself."""
 
-    update_indexer = _refuses("it selects keys with an indexer")
-
     def __init__(self) -> None:
-        super().__init__(layers=_NoLayers())
+        Cache.__init__(self, layers=_Layers())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -74,9 +79,21 @@ class StepCache(Cache):
         current().handler.put_state(StateKey("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return a state [B, ...] of MiniMax, None at the beginning."""
+        return current().handler.get_state(StateKey("linear", layer_idx))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Take a new state [B, ...] of MiniMax."""
+        current().handler.put_state(StateKey("linear", layer_idx), linear_cache)
+
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return False: nothing is kept that would take tokens back."""
         return False
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Take new keys of an indexer [B, L, D]; return all of the requests."""
+        return current().handler.update_indexer(indexer_key_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return 0, as positions are passed explicitly, unless the model counts positions from it."""
@@ -87,9 +104,21 @@ class StepCache(Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the sizes of a mask over this step's tokens alone."""
-        return query_length, 0
+        """Return how many keys a mask covers, and the position of the first."""
+        return current().handler.key_sizes(query_length)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0: positions are passed explicitly."""
-        return 0
+        """Return the position of the first query, where it is not passed explicitly."""
+        return current().handler.query_offset
+
+
+def cache_for(model: nn.Module) -> StepCache:
+    """Return a cache that passes for the model's own kind, where it has one and insists on it."""
+    kinds = {
+        kind
+        for module in {type(one).__module__ for one in model.modules()}
+        for kind in vars(sys.modules[module]).values()
+        if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == module
+    }
+    made: StepCache = type("StepCache", (StepCache, *kinds), {})() if kinds else StepCache()
+    return made

@@ -17,12 +17,12 @@ from torch import Tensor
 from aiocb.attention.base import Alibi, Attention, AttentionBackend, LayerSpec, StepBatch
 from aiocb.attention.paged import RowKeys, additive, causal_mask, row_attention
 from aiocb.model.eager.masks import MaskFunction, MaskKind, NotPlainError, kind_of
-from aiocb.model.eager.states import StateKey, StateRows, StateSpec, convolved
+from aiocb.model.eager.states import StateKey, StateSpec, convolved
 from aiocb.model.kv import PagedCache
 
-__all__ = ["KEPT_KEYS", "AttentionCall", "Handler", "PagedHandler", "Recorder"]
+__all__ = ["HARMLESS", "KEPT_KEYS", "AttentionCall", "Handler", "PagedHandler", "Recorder"]
 
-_HARMLESS = {
+HARMLESS = {
     "cache", "cache_position", "dropout", "is_causal", "layer_idx", "logits_to_keep", "num_items_in_batch",
     "output_attentions", "output_hidden_states", "output_router_logits", "past_key_value", "past_key_values",
     "position_embeddings", "position_ids", "return_dict", "scaling", "sliding_window", "softcap", "s_aux", "slopes",
@@ -116,6 +116,23 @@ class Handler(ABC):
     def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
         """Take new inputs of a convolution [B, C, L]; return them behind those that it has to see as well."""
 
+    def make_mask(self, mask_function: MaskFunction, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """Make what the model passes for its mask: [1, 1, num_queries, num_keys]."""
+        raise NotPlainError("it builds masks where none were asked for")
+
+    def update_indexer(self, states: Tensor, layer: int) -> Tensor:
+        """Take new keys of an indexer [B, L, D]; return all of the requests."""
+        raise NotPlainError("it selects keys with an indexer")
+
+    def key_sizes(self, num_queries: int) -> tuple[int, int]:
+        """How many keys a mask covers, and the position of the first: here, this step's tokens alone."""
+        return num_queries, 0
+
+    @property
+    def query_offset(self) -> int:
+        """The position of the first query: 0, where positions are passed explicitly."""
+        return 0
+
     @property
     def initial_state(self) -> Tensor | None:
         """The recurrent state [B, ...] that the mixer has asked for; None where its requests begin."""
@@ -206,7 +223,7 @@ class Recorder(Handler):
         bias = None if self._handed_out else call.mask
         if bias is not None and not hasattr(module, KEPT_KEYS):
             raise NotPlainError(f"{name} brings its own attention mask")
-        unknown = [key for key, option in call.options.items() if key not in _HARMLESS and isinstance(option, Tensor)]
+        unknown = [key for key, option in call.options.items() if key not in HARMLESS and isinstance(option, Tensor)]
         if unknown:
             raise NotPlainError(f"{name} passes {', '.join(unknown)} to its attention function")
         owner = self.owner(call)
@@ -268,22 +285,13 @@ class Recorder(Handler):
 
 
 class PagedHandler(Handler):
-    """Handler of a step: keys go to pages, attention goes to the backend, states are those of the rows.
-
-    Args:
-        rows: None where states are only asked for within the parts of the step.
-    """
+    """Handler of a step: keys go to pages, attention goes to the backend."""
 
     def __init__(
-        self,
-        backend: AttentionBackend,
-        cache: PagedCache,
-        specs: Mapping[int, LayerSpec],
-        batch: StepBatch,
-        rows: StateRows | None = None,
+        self, backend: AttentionBackend, cache: PagedCache, specs: Mapping[int, LayerSpec], batch: StepBatch
     ) -> None:
         super().__init__()
-        self._rows = rows
+        self._masks: dict[int, tuple[Tensor, MaskFunction]] = {}
         self._backend = backend
         self._cache = cache
         self._specs = specs
@@ -321,7 +329,7 @@ class PagedHandler(Handler):
             spec = spec._replace(
                 num_heads=query.shape[1], num_kv_heads=len(key), key_dim=key.shape[2], value_dim=value.shape[2]
             )
-            bias = None if call.mask is None else call.mask[0]  # [H, T, sum of L]
+            bias = None if call.mask is None or self.made(call.mask) else call.mask[0]  # [H, T, sum of L]
             attention = Attention(spec, query, key, value, call.sinks, bias, call.slopes)
             out = self._backend.attend_gathered(attention, metadata)
         else:
@@ -331,29 +339,28 @@ class PagedHandler(Handler):
             out = self._backend.attend(attention, self._cache.storage[layer], metadata)
         return out.contiguous().unsqueeze(0)
 
-    @property
-    def initial_state(self) -> Tensor | None:
-        """The recurrent state [B, ...] that the mixer has asked for; None where its requests begin."""
-        return None if self._rows is None else self._rows.initial
+    def make_mask(self, mask_function: MaskFunction, num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+        """Make what stands for a mask, of no size, until a split mixer gets it: then it is that of its requests."""
+        mask = torch.zeros(1, dtype=self._batch.dtype, device=device)
+        self._masks[mask.untyped_storage().data_ptr()] = mask, mask_function
+        return mask.expand(1, 1, num_queries, num_keys)
+
+    def mask_function(self, mask: Tensor) -> MaskFunction:
+        """Return the function of a mask that was made here."""
+        return self._masks[mask.untyped_storage().data_ptr()][1]
+
+    def made(self, mask: Any) -> bool:
+        """True for a mask of `make_mask`."""
+        return isinstance(mask, Tensor) and mask.untyped_storage().data_ptr() in self._masks
 
     def get_state(self, key: StateKey) -> Tensor | None:
-        """Return a state of the rows."""
-        return self._known_rows().get(key)
+        """Refuse: states are there within the parts of a step."""
+        raise NotPlainError("states are asked for outside of the modules that were learned")
 
     def put_state(self, key: StateKey, state: Tensor) -> None:
-        """Store a state of the rows."""
-        self._known_rows().put(key, state)
+        """Refuse, likewise."""
+        self.get_state(key)
 
     def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
-        """Store a convolution's state; return all that it has to see."""
-        return self._known_rows().convolve(key, inputs)
-
-    def finish_part(self) -> None:
-        """Write back what a mixer may have written to."""
-        if self._rows is not None:
-            self._rows.finish()
-
-    def _known_rows(self) -> StateRows:
-        if self._rows is None:
-            raise NotPlainError("states are asked for outside of the modules that were learned")
-        return self._rows
+        """Refuse, likewise."""
+        raise NotPlainError("states are asked for outside of the modules that were learned")

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from aiocb.model.eager.handlers import AttentionCall, Handler
 from aiocb.model.eager.masks import NotPlainError
-from aiocb.model.eager.passes import current
+from aiocb.model.eager.passes import current, entered
 from aiocb.model.eager.recurrence import ConvolutionWeights, PackedRows, Scans
 from aiocb.model.eager.states import StateKey, StateStorage
 
-__all__ = ["PackedStates", "packed_forward"]
+__all__ = ["PackedStates", "scan_packed"]
 
 _CONVOLUTION = "causal_conv1d_fn"
 _LIBRARY = os.path.dirname(transformers.__file__)
@@ -225,32 +225,40 @@ _SCANS: dict[str, Callable[..., Any]] = {
 }
 
 
-def packed_forward(module: nn.Module, kinds: set[str]) -> Callable[..., Any]:
-    """Return a forward that computes all tokens of a step in one call; a `PackedStates` answers in it.
+def scan_packed(module: nn.Module, own: Any, kinds: set[str]) -> str:
+    """Let a mixer compute all tokens of a step in one call, wherever a pass says what answers it then.
 
     Args:
         module: of the view.
+        own: its own forward; what it has now is called elsewhere.
         kinds: of the states that it keeps.
 
-    Raises:
-        NotPlainError: the mixer is not of the kind that is known here.
+    Returns:
+        Why this cannot be done; nothing was changed then. Empty where it was.
     """
-    name = type(module).__name__
-    own: Any = module.forward
     plain = _unwrapped(own.__func__) if isinstance(own, MethodType) else None
     if plain is None:
-        raise NotPlainError(f"the forward of {name} is wrapped")
+        return f"the forward of {type(module).__name__} is wrapped"
     used = [scan for scan in _SCANS if scan in plain.__code__.co_names]
-    if kinds - {"conv", "recurrent"} or _CONVOLUTION not in plain.__code__.co_names:
-        raise NotPlainError(f"{name} is none of the known mixers")
-    if len(used) != ("recurrent" in kinds):
-        raise NotPlainError(f"the scan of {name} is none of the known ones")
+    is_known = _CONVOLUTION in plain.__code__.co_names and len(used) == ("recurrent" in kinds)
+    if not is_known or not kinds <= {"conv", "recurrent"}:
+        return f"{type(module).__name__} is none of the mixers that can be scanned at once"
     names = {_CONVOLUTION: _Convolution(), **{scan: _SCANS[scan] for scan in used}}
-    copied = FunctionType(
+    packed = FunctionType(
         plain.__code__, {**plain.__globals__, **names}, plain.__name__, plain.__defaults__, plain.__closure__
     )
-    copied.__kwdefaults__ = plain.__kwdefaults__
-    return MethodType(copied, own.__self__)
+    packed.__kwdefaults__ = plain.__kwdefaults__
+    elsewhere = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        answering = current(None)
+        if answering is None or answering.packed is None:
+            return elsewhere(*args, **kwargs)
+        with entered(answering.packed):
+            return packed(module, *args, **kwargs)
+
+    module.__dict__["forward"] = forward
+    return ""
 
 
 def _unwrapped(function: Any) -> FunctionType | None:

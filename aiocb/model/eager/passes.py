@@ -27,13 +27,15 @@ class Pass(NamedTuple):
         positions: of the packed tokens. [1, T]
         past: what it is told when it asks for the length of its cache.
         parts: in which split mixers are called; None where they are called as a whole.
-        packed: what answers in mixers that compute all rows at once; None where they are called in parts, too.
+        single_parts: the same, no two requests in one.
+        packed: what answers in mixers that scan all rows at once; None where these are called in parts, too.
     """
 
     handler: Handler
     positions: Tensor
     past: Any
     parts: Sequence[Part] | None = None
+    single_parts: Sequence[Part] | None = None
     packed: Pass | None = None
 
 

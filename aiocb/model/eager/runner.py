@@ -89,7 +89,7 @@ class TorchRunner(ImmediateRunner):
         self._linears, linears_choice = pack_linears(adapter.view.model, self._backend, config)
         self._uses_native |= self._linears is not None
         kv_format = KVFormat.of(adapter.dtype)
-        if adapter.mixers:
+        if adapter.states:
             adapter.scans = choose_scans(adapter.device, self._backend, self._linears, config)
         page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
         states, state_choices = self._make_states(config, kv_format, page_size)

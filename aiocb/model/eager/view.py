@@ -75,12 +75,26 @@ class View:
     def __init__(self, model: nn.Module) -> None:
         copier = _Copier(model)
         self.model: Any = copier.twin_of(model)
+        _follow_scaling(model, copier)
         self._configs = [config for config in copier.copies.values() if isinstance(config, PreTrainedConfig)]
 
     def name_attention(self, name: str) -> None:
         """Let every module of the view call the attention function of this name."""
         for config in self._configs:
             config._attn_implementation_internal = name
+
+
+def _follow_scaling(model: nn.Module, copier: _Copier) -> None:
+    """Leave it to the owner's module to divide its weights in place (RWKV does, before it is evaluated), and follow."""
+    for owner in model.modules():
+        if "layers_are_rescaled" in owner.__dict__:
+            twin = copier.twin_of(owner)
+            twin.__dict__["_rescale_layers"] = lambda: None
+            twin.register_forward_pre_hook(functools.partial(_follow, owner))
+
+
+def _follow(owner: Any, twin: Any, _: Any) -> None:
+    twin.layers_are_rescaled = owner.layers_are_rescaled
 
 
 class _Globals(dict[str, Any]):

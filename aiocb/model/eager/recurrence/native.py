@@ -136,7 +136,7 @@ class NativeScans:
     ) -> Tensor:
         """See `recurrence.Scans`."""
         if state.dtype != torch.float32:
-            options = {"skip": skip, "bias": bias, "is_softplus": is_softplus, "limits": limits}
+            options: dict[str, Any] = {"skip": skip, "bias": bias, "is_softplus": is_softplus, "limits": limits}
             return self._torch.selective_heads(inputs, steps, rates, write, read, state, rows, **options)
         inputs, steps, write, read = _alike(inputs, steps, write, read)
         fields, _held = _fields(
@@ -177,7 +177,7 @@ class NativeScans:
     ) -> Tensor:
         """See `recurrence.Scans`."""
         if state.dtype != torch.float32:
-            options = {"skip": skip, "bias": bias, "is_softplus": is_softplus}
+            options: dict[str, Any] = {"skip": skip, "bias": bias, "is_softplus": is_softplus}
             return self._torch.selective_channels(inputs, steps, rates, write, read, state, rows, **options)
         inputs, steps, write, read = _alike(inputs, steps, write, read)
         fields, _held = _fields(
