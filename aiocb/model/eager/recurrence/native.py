@@ -8,6 +8,8 @@ Legend in the package.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
