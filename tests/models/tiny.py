@@ -47,7 +47,11 @@ def tiny_model(model_type: str, dtype: torch.dtype = torch.float32) -> PreTraine
                 module.weight.normal_(0.0, 1.0, generator=generator)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    exact = {name: value.data for name, value in model.named_parameters() if any(part in name for part in kept)}
     rounded: PreTrainedModel = model.to(dtype)
+    for name, value in exact.items():  # as from_pretrained loads them
+        rounded.get_parameter(name).data = value
     return rounded
 
 

@@ -56,9 +56,13 @@ def choose_backend(
 
 
 def pack_linears(
-    model: PreTrainedModel, backend: AttentionBackend, config: EngineConfig
+    model: PreTrainedModel, backend: AttentionBackend, config: EngineConfig, *, has_mixers: bool = False
 ) -> tuple[PackedLinears | None, Choice]:
-    """Pack the model's linears for the native kernels, or say why they stay torch's."""
+    """Pack the model's linears for the native kernels, or say why they stay torch's.
+
+    Args:
+        has_mixers: some modules mix tokens in torch: scans of states, attention of their own.
+    """
     if config.native is False:
         return None, Choice("linears", "torch", "native=False")
     if model.device.type != "cpu":
@@ -74,7 +78,7 @@ def pack_linears(
     if isinstance(library, KernelUnavailable):
         return None, Choice("linears", "torch", library.reason)
     # Experts, say, are torch's: it needs its threads, and native code uses the same ones. Else torch has little to do.
-    is_shared = backend.name != "cpu" or packed_share(model) < ALL_PACKED
+    is_shared = backend.name != "cpu" or has_mixers or packed_share(model) < ALL_PACKED
     threads = config.num_threads or torch.get_num_threads()
     kernels = GenericKernels(library, num_threads=threads, shares_threads=is_shared)
     if backend.name == "cpu":

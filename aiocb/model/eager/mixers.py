@@ -237,6 +237,8 @@ def _taken(value: Any, dims: _Dims, part: Part, index: int, handler: Any) -> Any
     """Take the tokens of a part."""
     if isinstance(value, _Ragged):
         return value[index]
+    if dims == _RAGGED:
+        raise NotPlainError("a tensor as long as all keys is made outside of the modules that attend in parts")
     if dims is None or value is None:
         return value
     inner: Any = part.inner.handler

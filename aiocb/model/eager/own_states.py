@@ -91,7 +91,7 @@ def _xlstm(module: Any, own: Any, handler: Handler, layer: int, x: Tensor, *_: A
     states = tuple(handler.get_state(each) for each in keys)
     hidden, last = own(x, None if states[0] is None else states)
     for each, state in zip(keys, last, strict=True):
-        handler.put_state(each, state)
+        handler.put_state(each, state.to(x.dtype))  # as the model's own cache keeps them: its scan takes no other type
     return hidden, None
 
 

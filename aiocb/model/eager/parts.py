@@ -153,7 +153,8 @@ class PartHandler(Handler):
 
     def update_indexer(self, states: Tensor, layer: int) -> Tensor:
         """Write an indexer's keys [B, L, D]; return those of the requests: [B, P, D]."""
-        return torch.cat(self.update(*indexed(states), INDEX_LAYERS + layer), dim=-1)[:, 0]
+        halves = self.update(*indexed(states, self._batch.dtype), INDEX_LAYERS + layer)
+        return torch.cat(halves, dim=-1)[:, 0].view(states.dtype)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend as the model does, with the mask that the module passes."""

@@ -86,7 +86,9 @@ class TorchRunner(ImmediateRunner):
         self._uses_native = False
         self._backend, attention_choice = choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
         self._uses_native = self._backend.name == "cpu"
-        self._linears, linears_choice = pack_linears(adapter.view.model, self._backend, config)
+        self._linears, linears_choice = pack_linears(
+            adapter.view.model, self._backend, config, has_mixers=bool(adapter.mixers)
+        )
         self._uses_native |= self._linears is not None
         kv_format = KVFormat.of(adapter.dtype)
         if adapter.states:

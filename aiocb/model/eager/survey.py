@@ -42,8 +42,9 @@ def attend_as_model(call: AttentionCall) -> Tensor:
     return attended
 
 
-def indexed(states: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys of an indexer [B, L, D] as keys and values of one head: the halves of each."""
+def indexed(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys of an indexer [B, L, D] as keys and values of one head: the halves of each, bit for bit in another type."""
+    states = states if states.dtype == dtype else states.contiguous().view(dtype)
     half = states.shape[-1] // 2
     return states[:, None, :, :half], states[:, None, :, half:]
 
@@ -137,7 +138,7 @@ class Surveyor(Handler):
     def update_indexer(self, states: Tensor, layer: int) -> Tensor:
         """Note an indexer's keys [B, L, D]."""
         self._must_split("selects keys with an indexer")
-        self.update(*indexed(states), INDEX_LAYERS + layer)
+        self.update(*indexed(states, self._recorder.dtype or states.dtype), INDEX_LAYERS + layer)
         return states
 
     def attend(self, call: AttentionCall) -> Tensor:
