@@ -28,9 +28,22 @@ CPU = torch.device("cpu")
 KEY = StateKey("recurrent", 0)
 
 
-def build(model: Any, **config: Any) -> TorchRunner:
+NEVER_SCANNED = {"zaya", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
+WAYS = ("split", "torch", "native")
+"""In which mixers are called: in parts, or once for all, with the scans of torch or of the kernels."""
+
+
+def build(model: Any, way: str = "split", **config: Any) -> TorchRunner:
     values = {"num_blocks": 96, "page_size": 4, "native": False, **config}
-    return TorchRunner(model, EngineConfig(**values), argmax_sampler, max_model_len=512)
+    if way == "native":
+        values |= {"page_size": 16, "native": None}
+    runner = TorchRunner(model, EngineConfig(**values), argmax_sampler, max_model_len=512)
+    if way == "split":
+        runner._adapter.scans = None
+    else:
+        assert f"scanned by {way} code" in described(runner)["mixers"]
+        assert " split" not in described(runner)["mixers"]
+    return runner
 
 
 def tensors_of(runner: TorchRunner) -> dict[StateKey, torch.Tensor]:
@@ -45,14 +58,16 @@ def recomputed(model: Any, tokens: list[int], num_new: int) -> list[int]:
     return whole[len(tokens) :]
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_tokens_equal_generate(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in STATES for way in (WAYS if name not in NEVER_SCANNED else ("split",))]
+)
+def test_tokens_equal_generate(name: str, way: str) -> None:
     model = tiny(name, **STATES[name])
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     # generate() of xLSTM is not what the module says of the whole text.
     truth = recomputed if name == "xlstm" else generate
     expected = [truth(model, tokens, NUM_NEW) for tokens in prompts]
-    runner = build(model)
+    runner = build(model, way)
     for tensor in tensors_of(runner).values():
         tensor.fill_(math.nan)  # of whoever had the slots before
 
@@ -74,10 +89,11 @@ def test_tokens_equal_generate(name: str) -> None:
     runner.close()
 
 
+@pytest.mark.parametrize("way", ["split", "torch"])
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba", "falcon_h1"])
-def test_requests_go_on_from_copied_states(name: str) -> None:
+def test_requests_go_on_from_copied_states(name: str, way: str) -> None:
     model = tiny(name, **STATES[name])
-    runner = build(model)
+    runner = build(model, way)
     shared, ends = prompt(16), (prompt(7, 1), prompt(1, 2))
     blocks = ((1, 2, 3, 4),) * len(runner.cache_layout.groups)
     first = StepPlan(
@@ -130,9 +146,14 @@ def test_weights_that_the_owner_divides_are_followed() -> None:
 
 
 def test_how_mixers_are_called_is_explained() -> None:
-    told = described(build(tiny("qwen3_next", **STATES["qwen3_next"])))
-    assert told["mixers"].startswith("Qwen3NextGatedDeltaNet split, Qwen3NextAttention packed (what keeps a state")
+    runner = build(tiny("qwen3_next", **STATES["qwen3_next"]), "torch")
+    told = described(runner)
+    assert told["mixers"].startswith("Qwen3NextGatedDeltaNet scanned by torch code, Qwen3NextAttention packed (what")
     assert "requests" in told["state_slots"]
+    adapter = runner._adapter
+    adapter.scans, adapter.why_split = None, "because"
+    assert adapter.choices[0].value == "Qwen3NextGatedDeltaNet split, Qwen3NextAttention packed"
+    assert adapter.choices[0].reason.endswith("once for each request); because")
     assert "mixers" not in described(build(tiny("llama")))
 
 

@@ -13,6 +13,7 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, load
 from aiocb.kernels.generic import GenericKernels
+from aiocb.model.eager.recurrence import Scans, TorchScans
 from aiocb.model.kv import format_size, free_memory
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from aiocb.model.eager.linears import PackedLinears
 
-__all__ = ["choose_backend", "pack_linears"]
+__all__ = ["choose_backend", "choose_scans", "pack_linears"]
 
 ALL_PACKED = 0.9
 """Share of the weights of products that must be packed for torch to be held to one thread."""
@@ -85,3 +86,24 @@ def pack_linears(
     linears = PackedLinears(model, kernels)
     packed = f"{linears.count} of {linears.num_linears}, {format_size(linears.num_bytes)}"
     return linears, Choice("linears", "native", f"{packed}, {kernels.instruction_set}, {kernels.threads} threads")
+
+
+def choose_scans(
+    device: torch.device, backend: AttentionBackend, linears: PackedLinears | None, config: EngineConfig
+) -> Scans:
+    """Scan the states of recurrent layers natively where that can be had, on the threads that are there."""
+    if config.native is False or device.type != "cpu":
+        return TorchScans()
+    library = load()
+    if isinstance(library, KernelUnavailable):
+        return TorchScans()
+    from aiocb.attention.cpu import CpuBackend
+    from aiocb.model.eager.recurrence.native import NativeScans
+
+    if linears is not None:
+        kernels = linears.kernels
+    elif isinstance(backend, CpuBackend):
+        kernels = backend.kernels
+    else:
+        kernels = GenericKernels(library, num_threads=torch.get_num_threads(), shares_threads=True)
+    return NativeScans(kernels)

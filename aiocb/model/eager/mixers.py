@@ -17,7 +17,7 @@ Legend: T packed tokens, B requests of a part, L tokens of one request.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -276,16 +276,30 @@ def _joined(results: list[Any], dims: _Dims, parts: Sequence[Part]) -> Any:
     return type(first)._make(items) if hasattr(first, "_make") else type(first)(items)
 
 
-def explain(mixers: Sequence[Mixer], packed: Iterable[str]) -> Choice:
-    """Say of each kind of mixer how it is called, and why."""
-    kinds = {type(mixer.module).__name__: mixer for mixer in mixers}
-    how = {name: "one by one" if mixer.is_single else "split" for name, mixer in kinds.items()}
-    names = [*(f"{name} {called}" for name, called in how.items())]
-    names += [f"{name} packed" for name in sorted(set(packed) - set(kinds))]
-    reasons = {mixer.attends or "keeps a state": None for mixer in mixers}
-    return Choice(
-        "mixers",
-        ", ".join(names),
-        f"what {', '.join(reasons)} is called once for all that decode, and once for each prompt (one by one: once for "
-        "each request); what only caches keys and calls the attention function is called once for all",
-    )
+def explain(
+    mixers: Sequence[Mixer], attending: Iterable[str], scanned: Mapping[nn.Module, str], why_split: Set[str]
+) -> Choice:
+    """Say of each kind of mixer how it is called, and why.
+
+    Args:
+        attending: names of the modules that attend.
+        scanned: mixers that scan the rows of all requests at once, and by what.
+        why_split: why others that keep a state do not.
+    """
+    how = {type(mixer.module).__name__: _called(mixer, scanned.get(mixer.module)) for mixer in mixers}
+    names = [f"{name} {called}" for name, called in how.items()]
+    names += [f"{name} packed" for name in sorted(set(attending) - set(how))]
+    parts = {mixer.attends or "keeps a state": None for mixer in mixers if mixer.module not in scanned}
+    why = "what only caches keys and calls the attention function, or is scanned, is called once for all"
+    if parts:
+        why += (
+            f"; what {', '.join(parts)} is called once for all that decode, and once for each prompt (one by one: once "
+            f"for each request){''.join(f'; {reason}' for reason in sorted(why_split))}"
+        )
+    return Choice("mixers", ", ".join(names), why)
+
+
+def _called(mixer: Mixer, scanned: str | None) -> str:
+    if scanned is not None:
+        return f"scanned by {scanned} code"
+    return "one by one" if mixer.is_single else "split"

@@ -28,6 +28,7 @@ class Pass(NamedTuple):
         past: what it is told when it asks for the length of its cache.
         parts: in which split mixers are called; None where they are called as a whole.
         single_parts: the same, no two requests in one.
+        packed: what answers in mixers that scan all rows at once; None where these are called in parts, too.
     """
 
     handler: Handler
@@ -35,6 +36,7 @@ class Pass(NamedTuple):
     past: Any
     parts: Sequence[Part] | None = None
     single_parts: Sequence[Part] | None = None
+    packed: Pass | None = None
 
 
 class Part(NamedTuple):

@@ -23,7 +23,7 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.eager.adapter import ModelAdapter
-from aiocb.model.eager.choose import choose_backend, pack_linears
+from aiocb.model.eager.choose import choose_backend, choose_scans, pack_linears
 from aiocb.model.eager.slots import choose_states, layout_without_keys
 from aiocb.model.eager.states import StateStorage
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
@@ -91,6 +91,8 @@ class TorchRunner(ImmediateRunner):
         )
         self._uses_native |= self._linears is not None
         kv_format = KVFormat.of(adapter.dtype)
+        if adapter.states:
+            adapter.scans = choose_scans(adapter.device, self._backend, self._linears, config)
         page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
         states, state_choices = self._make_states(config, kv_format, page_size)
         if adapter.specs:
@@ -102,7 +104,13 @@ class TorchRunner(ImmediateRunner):
         layout = layout._replace(states=states, switch=adapter.switch)
         self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
         self._records = Records(len(layout.groups))
-        parity = check_parity(self._model, self, kv_format.name)
+        try:
+            parity = check_parity(self._model, self, kv_format.name)
+        except ConfigError as error:
+            if adapter.scans is None:
+                raise
+            adapter.scans, adapter.why_split = None, str(error)
+            parity = check_parity(self._model, self, kv_format.name)
         chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, layout_choice]
         return [*chosen, *state_choices, parity]
 
@@ -197,6 +205,7 @@ class TorchRunner(ImmediateRunner):
         adapter, before = ModelAdapter(self._model), self._adapter
         if any(getattr(adapter, name) != getattr(before, name) for name in ("specs", "states", "dtype", "vocab_size")):
             raise ConfigError("the model's layers are not what they were; build a new engine for it")
+        adapter.scans, adapter.why_split = before.scans, before.why_split
         self._adapter = adapter
         if self._linears is not None:
             self._linears.repack(adapter.view.model)
