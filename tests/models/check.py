@@ -107,7 +107,7 @@ async def _check(
         remarks.append("never preempted")  # with windows alone, a cache that lets a request in holds it to its end
     errors = await _bfloat16(model_type, model, prompts[-1] + truths[-1][0])
     if errors is None:
-        remarks.append("the module itself does not run in bfloat16")
+        remarks.append("in bfloat16 its own forward fails")
     elif errors[0] > max(NOISE * errors[1], FLOOR):
         faults.append(f"in bfloat16 it is off by {errors[0]:.3f} where the module is by {errors[1]:.3f}")
     how = "; ".join(f"{name}: {choices[name].value}" for name in ("runner", "mixers", "attention") if name in choices)
@@ -150,13 +150,16 @@ def _generated(model: Any, prompt: list[int]) -> list[int]:
 
 
 async def _bfloat16(model_type: str, model: Any, tokens: list[int]) -> tuple[float, float] | None:
-    """Errors of the log-probabilities of a text, root of the mean square, against float32: engine and module."""
+    """Errors of the log-probabilities of a text, root of the mean square, against float32: engine and module.
+
+    None where the module itself cannot be run.
+    """
     rows, targets = torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])
     true = _logits(model, tokens).float().log_softmax(-1)[rows, targets]
+    rough = tiny_model(model_type, torch.bfloat16)
     try:
-        rough = tiny_model(model_type, torch.bfloat16)
         own = _logits(rough, tokens).float().log_softmax(-1)[rows, targets]
-    except RuntimeError:  # of dtypes that do not go together
+    except RuntimeError:
         return None
     async with aiocb.Engine(
         rough, config=aiocb.EngineConfig(max_batch_tokens=16, page_size=4, num_blocks=96)
