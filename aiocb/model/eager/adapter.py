@@ -248,6 +248,11 @@ class ModelAdapter:
         reasons = self._why_not_packed if self.scans is not None else dict.fromkeys(self._scanned(), self.why_split)
         return [explain(self.mixers, self._attending, scanned, set(reasons.values()) - {""})]
 
+    @property
+    def is_split(self) -> bool:
+        """True where mixers must be called in parts."""
+        return bool(self._why_not_packed)
+
     def _scanned(self) -> list[nn.Module]:
         return [mixer.module for mixer in self.mixers if mixer.module not in self._why_not_packed]
 
@@ -377,7 +382,7 @@ class ModelAdapter:
         parts = single_parts = whole = None
         if self.scans is not None and storage is not None:
             whole = Pass(PackedStates(storage, packed.rows, self.scans), packed.positions, 0)
-        if whole is None or self._why_not_packed:
+        if self.mixers and (whole is None or self.is_split):
             make = functools.partial(make_parts, packed, backend, cache, storage, self.view.model.dtype)
             parts = make()
             single_parts = make(one_by_one=True) if any(mixer.is_single for mixer in self.mixers) else None

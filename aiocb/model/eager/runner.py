@@ -87,7 +87,7 @@ class TorchRunner(ImmediateRunner):
         self._backend, attention_choice = choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
         self._uses_native = self._backend.name == "cpu"
         self._linears, linears_choice = pack_linears(
-            adapter.view.model, self._backend, config, has_mixers=bool(adapter.mixers)
+            adapter.view.model, self._backend, config, has_mixers=adapter.is_split
         )
         self._uses_native |= self._linears is not None
         kv_format = KVFormat.of(adapter.dtype)
