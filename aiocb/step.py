@@ -87,11 +87,14 @@ class CacheLayout(NamedTuple):
     """The shape of the cache, learned by the runner and obeyed by the cache manager.
 
     A model without keys and values has one group of no layers, whose blocks cost nothing: prefixes are found by blocks.
+
+    `swap_places` has the places of the swap space by group, numbered from 0; none where there is no swap space.
     """
 
     page_size: int
     groups: tuple[CacheGroup, ...]
     states: StateLayout | None = None
+    swap_places: tuple[int, ...] = ()
 
 
 class OpenedRequest(NamedTuple):

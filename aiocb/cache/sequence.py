@@ -6,7 +6,10 @@ A base class and not an object of its own: the step loop reads these attributes 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from aiocb.cache.offload import Places, Swapped
 
 __all__ = ["CachedSequence", "Held"]
 
@@ -17,10 +20,12 @@ class Held(NamedTuple):
     Attributes:
         tables: per group, its blocks.
         slots: of states.
+        places: of the swap space.
     """
 
     tables: tuple[list[int], ...]
     slots: tuple[int, ...] = ()
+    places: Places = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -46,6 +51,7 @@ class CachedSequence:
         snapshot_at: tokens in the latest snapshot of its prompt that was asked for since it was admitted.
         branch_at: tokens up to which KV was found where no snapshot was: others will come by here, too.
         rolling: hash and slot of the latest snapshot that the next one of its kind replaces.
+        swapped: what of it lies in the swap space; None while it is in blocks, or is to be recomputed.
     """
 
     tokens: list[int]
@@ -64,3 +70,4 @@ class CachedSequence:
     snapshot_at: int = field(default=0, init=False)
     branch_at: int = field(default=0, init=False)
     rolling: tuple[bytes, int] | None = field(default=None, init=False)
+    swapped: Swapped | None = field(default=None, init=False)
