@@ -58,8 +58,7 @@ class CacheManager:
         self.pools = tuple(BlockPool(group.num_blocks) for group in layout.groups)
         self.indices = tuple(PrefixIndex(pool) for pool in self.pools)
         self.states = None if layout.states is None else StateCache(layout.states, layout.page_size)
-        # KV without the state that belongs to it is of no use, so models with states recompute.
-        self.swap = SwapSpace(self, layout.swap_places) if layout.swap_places and layout.states is None else None
+        self.swap = SwapSpace(self, layout.swap_places) if layout.swap_places else None
         self.windows = tuple(group.window for group in layout.groups)
         self._sliding = tuple(g for g, window in enumerate(self.windows) if window is not None)
 

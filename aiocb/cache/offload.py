@@ -7,6 +7,8 @@ enough, and copied back into other blocks when it is admitted again. Without spa
     waiting                              places
     running ◄── admit ──── new blocks ◄─ places       and this plan copies them in, before it goes on
 
+States go with keys and values, or both are recomputed: one is of no use without the other.
+
 *All* blocks that its next token can see go out, also those which are published: these stay hittable, but whoever took
 the blocks may evict them any moment, and a copy that is certain is worth more than one that is smaller. On the way back
 the prefix cache is asked first, and only what it does not have comes from places.
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Places", "SwapSpace", "Swapped"]
 
 Places = tuple[tuple[int, ...], ...]
-"""Per group, places of the swap space."""
+"""Per group, places of the swap space; behind them those of states where there are any."""
 
 
 class Swapped(NamedTuple):
@@ -54,10 +56,10 @@ class SwapSpace:
 
     Args:
         cache: whose blocks are copied.
-        num_places: per group.
+        num_places: per group, and of states where there are any.
 
     Attributes:
-        num_places: per group.
+        num_places: as given.
         pending: copies to places that no plan has been made for yet, by request.
         num_out, num_in: how often a request was copied out, and in again.
     """
@@ -78,26 +80,33 @@ class SwapSpace:
         """Share of the places that are taken, 0 to 1, of the group that has the fewest left."""
         return max(1.0 - len(free) / max(count, 1) for free, count in zip(self._free, self.num_places, strict=True))
 
-    def put_out(self, sequence: CachedSequence) -> bool:
+    def put_out(self, sequence: CachedSequence, *, moves_on: bool) -> bool:
         """Have a request's blocks copied out, before it lets go of them; False when it is to be recomputed.
 
-        What plans in flight still write to its blocks lies behind its computed tokens, and is not looked at again.
+        What plans in flight still write to its blocks lies behind its computed tokens, and is not looked at again. A
+        state has no such thing: it would be behind tokens that are dropped.
+
+        Args:
+            sequence: one that holds blocks.
+            moves_on: a plan in flight computes more of it.
         """
         cache, num_tokens = self._cache, sequence.num_computed_tokens
         if not num_tokens or sequence.cache_version != cache.version:
             return False
+        if cache.states is not None and (moves_on or sequence.state_source):
+            return False
         firsts = tuple(cache.first_block(window, num_tokens) for window in cache.windows)
         num_blocks = cache.num_pages(num_tokens)
-        if any(num_blocks - first > len(free) for first, free in zip(firsts, self._free, strict=True)):
+        sources = [table[first:num_blocks] for table, first in zip(sequence.tables, firsts, strict=True)]
+        if cache.states is not None:
+            sources.append([sequence.state_slot])
+        if any(len(blocks) > len(free) for blocks, free in zip(sources, self._free, strict=True)):
             return False
-        places = tuple(
-            tuple(heappop(free) for _ in range(num_blocks - first))
-            for first, free in zip(firsts, self._free, strict=True)
-        )
+        places = tuple(tuple(heappop(free) for _ in blocks) for blocks, free in zip(sources, self._free, strict=True))
         self.pending[sequence] = tuple(
             BlockSwap(g, block, place)
-            for g, (first, into) in enumerate(zip(firsts, places, strict=True))
-            for block, place in zip(sequence.tables[g][first:num_blocks], into, strict=True)
+            for g, (blocks, into) in enumerate(zip(sources, places, strict=True))
+            for block, place in zip(blocks, into, strict=True)
         )
         sequence.swapped = Swapped(num_tokens, cache.version, firsts, places)
         self.num_out += 1
@@ -113,7 +122,7 @@ class SwapSpace:
         )
 
     def take_in(self, sequence: CachedSequence, num_hits: int) -> list[BlockSwap] | None:
-        """Give a request blocks for all that lies in its places, and for its next token.
+        """Give a request blocks for all that lies in its places, and for its next token, and a slot (see `has_slot`).
 
         The places stay its own until a plan that copies them is launched.
 
@@ -144,10 +153,14 @@ class SwapSpace:
             return None
         cache.open(sequence)
         swaps = []
-        for g, (table, first, places) in enumerate(zip(sequence.tables, swapped.firsts, swapped.places, strict=True)):
+        # The places of states, the last ones where there are any, have no table.
+        for g, (table, first, places) in enumerate(zip(sequence.tables, swapped.firsts, swapped.places)):
             table += [NULL_BLOCK] * first + hits[g] + cache.take(g, needed[g])
             start = max(first, num_hits)
             swaps += [BlockSwap(g, table[i], places[i - first]) for i in range(start, first + len(places))]
+        if cache.states is not None:
+            cache.states.enter(sequence)
+            swaps.append(BlockSwap(len(cache.pools), sequence.state_slot, swapped.places[-1][0]))
         sequence.first_blocks = list(swapped.firsts)
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = num_tokens
         sequence.num_published = num_hits

@@ -163,7 +163,7 @@ class Roster:
         swap = self.cache.swap
         # One that was about to be copied in still has its places.
         if swap is not None and is_whole and request.swapped is None:
-            swap.put_out(request)
+            swap.put_out(request, moves_on=self.flights.holds(request))
         self.flights.give_back(request)
         if not is_paused:
             self.queue.push(request)

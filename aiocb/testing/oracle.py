@@ -121,7 +121,7 @@ class KVOracle:
         self._pages: list[list[list[int]]] = [
             [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
         ]
-        self._places: dict[tuple[int, int], list[int]] = {}  # by group and place
+        self._places: dict[tuple[int, int], Sequence[int]] = {}  # by group and place
         states = self.cache_layout.states
         self._states: list[tuple[int, int]] = [_FRESH] * (0 if states is None else states.num_slots)
         self._records = CheckedRecords(len(self.cache_layout.groups))  # each `state` is a `_Seen`
@@ -292,11 +292,17 @@ class KVOracle:
         for group, block, place in plan.swaps_out:
             if block == NULL_BLOCK or not 0 <= place < self.cache_layout.swap_places[group] or (group, place) in read:
                 raise KVMismatch(f"block {block} of group {group} is moved to place {place}, which is in use")
-            self._places[group, place] = list(self._pages[group][block])
+            is_state = group == len(self._pages)
+            self._places[group, place] = self._states[block] if is_state else list(self._pages[group][block])
         for group, block, place in plan.swaps_in:
             if block == NULL_BLOCK or any((group, block) in flight.blocks for flight in named):
                 raise KVMismatch(f"place {place} is moved to block {block} of group {group}, which is in use")
-            self._pages[group][block] = list(self._places[group, place])
+            kept = self._places[group, place]
+            if group < len(self._pages):
+                self._pages[group][block] = list(kept)
+            else:
+                num_tokens, history = kept
+                self._states[block] = num_tokens, history
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         for group, source, target in copies:

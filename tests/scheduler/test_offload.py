@@ -196,12 +196,15 @@ def test_prompt_logprobs_survive() -> None:
     h.assert_quiescent()
 
 
-def test_models_with_states_recompute() -> None:
-    """Keys and values without the state that belongs to them are of no use."""
-    h = make(num_slots=6)
-    preempted(h)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_states_go_with_keys_and_values_or_neither_does(windows: tuple[int | None, ...], depth: int) -> None:
+    h = make(num_slots=6, depth=depth, windows=windows, sharing=False)
+    for seed in range(10):
+        h.add(prompt(seed, 6 + seed % 5), 12 + seed % 7)
     h.run()
-    assert h.cache.swap is None and num_swaps(h) == (0, 0)
+    groups = [{swap.group for swap in plan.swaps_out} for plan in h.plans if plan.swaps_out]
+    assert groups and all(each == set(range(len(windows) + 1)) for each in groups)
     h.assert_quiescent()
 
 
@@ -225,13 +228,17 @@ class TestSpace:
         for sequence, count in ((first, 12), (second, 9), (third, 12)):
             assert cache.allocate(sequence, count)
             sequence.num_computed_tokens = sequence.num_scheduled_tokens = count
-        assert space.put_out(first) and first.swapped is not None and first.swapped.places == ((0, 1, 2),)
-        assert space.put_out(second) and not space.put_out(third)
+        assert (
+            space.put_out(first, moves_on=False) and first.swapped is not None and first.swapped.places == ((0, 1, 2),)
+        )
+        assert space.put_out(second, moves_on=False) and not space.put_out(third, moves_on=False)
         assert space.usage == 1.0 and repr(space) == "<SwapSpace 6/6 places>"
         assert [swap.place for swap in space.take_pending()] == [0, 1, 2, 3, 4, 5] and not space.pending
         space.free(space.forget(first))
         assert space.forget(first) == () and space.usage == 0.5
-        assert space.put_out(third) and third.swapped is not None and third.swapped.places == ((0, 1, 2),)
+        assert (
+            space.put_out(third, moves_on=False) and third.swapped is not None and third.swapped.places == ((0, 1, 2),)
+        )
         cache.check_invariants([first, second, third])
         space.free(space.forget(third))
         assert not space.pending
@@ -244,7 +251,7 @@ class TestSpace:
         assert cache.allocate(first, 12)
         first.num_computed_tokens = first.num_scheduled_tokens = 9
         cache.publish(first)
-        assert space.put_out(first)
+        assert space.put_out(first, moves_on=False)
         cache.free(cache.detach(first))
         other = CachedSequence(prompt(2, 12))
         assert cache.allocate(other, 12)
@@ -257,11 +264,26 @@ class TestSpace:
         assert swaps is not None and len(swaps) == 3 - hits and first.num_computed_tokens == 9
         cache.check_invariants([first])
 
+    def test_a_state_that_is_not_there_is_recomputed(self) -> None:
+        """Where a plan in flight takes it further, or has not filled its slot yet."""
+        cache = CacheManager(simple_layout(9, num_slots=5, swap_places=6))
+        assert cache.swap is not None
+        sequence = CachedSequence(prompt(1, 9))
+        cache.attach(sequence, 0)
+        assert cache.allocate(sequence, 8)
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 8
+        assert not cache.swap.put_out(sequence, moves_on=True)
+        sequence.state_source = 3
+        assert not cache.swap.put_out(sequence, moves_on=False)
+        sequence.state_source = 0
+        assert cache.swap.put_out(sequence, moves_on=False)
+        assert cache.swap.take_pending()[-1] == BlockSwap(1, sequence.state_slot, 0)
+
     def test_nothing_computed_is_nothing_to_keep(self) -> None:
         cache = CacheManager(simple_layout(6, swap_places=6))
         assert cache.swap is not None
         sequence = CachedSequence(prompt(1, 12))
-        assert cache.allocate(sequence, 12) and not cache.swap.put_out(sequence)
+        assert cache.allocate(sequence, 12) and not cache.swap.put_out(sequence, moves_on=False)
 
 
 def swapped_oracle() -> KVOracle:

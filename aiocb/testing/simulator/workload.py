@@ -42,6 +42,7 @@ LAYOUTS = (
     Layout("tiny hybrid, swapped", (24, 18), 4, (None, 6), swap_places=9),
     Layout("states", 90, 4, (None,), 20, 12),
     Layout("tiny states", (26, 20), 4, (None, 9), 4, 8),
+    Layout("tiny states, swapped", 24, 4, (None,), 5, 8, 20),
 )
 
 
