@@ -190,8 +190,9 @@ class Admission:
 
     def _with_snapshot(self, request: Request, hits: int, owner: Request, target: int) -> tuple[Request, int] | None:
         """How far it pays to wait where states are needed: to a snapshot that the owner has not taken yet."""
-        if not self.cache.sharing:
-            return None
+        states = self.cache.states
+        if states is None or not states.layout.interval or not self.cache.sharing:
+            return None  # nothing is ever put aside
         if target > max(owner.num_scheduled_tokens, hits * self.cache.page_size):
             return owner, target  # its chunk is going to end there
         if max(owner.num_computed_tokens, hits * self.cache.page_size) < owner.snapshot_at <= target:

@@ -60,10 +60,10 @@ class TestSize:
 
     @pytest.mark.parametrize("settings", [{"cpu_offload_space": 0.001}, {"cpu_offload_space_safety_threshold": 0.01}])
     def test_too_little_for_one_block_is_refused(
-        self, monkeypatch: pytest.MonkeyPatch, settings: dict[str, float]
+        self, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
     ) -> None:
         with pytest.raises(ConfigError, match=r"cpu_offload_space has no room: .* raise it to 3\.0 MiB"):
-            chosen(monkeypatch, **{"cpu_offload_space": None, **settings})
+            chosen(monkeypatch, **({"cpu_offload_space": None} | settings))
 
 
 class TestBuffer:
