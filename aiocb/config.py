@@ -57,8 +57,11 @@ class EngineConfig:
         per_request_processors: per-request sampling is always on; an engine refuses False.
         use_cuda_graph, q_padding_interval_size, kv_padding_interval_size, use_async_batching,
             default_compile_level, varlen_compile_config, decode_compile_config, max_blocks_per_request,
-            cpu_offload_space, cpu_offload_space_safety_threshold, cpu_group_timeout: names of transformers' settings
-            that have no effect yet; an engine refuses other values than the defaults.
+            cpu_group_timeout: names of transformers' settings that have no effect yet; an engine refuses other values
+            than the defaults.
+        cpu_offload_space: GiB of the host's memory to which the cache of preempted requests is copied, instead of being
+            recomputed; 0.0 is none, None as much as the next one allows.
+        cpu_offload_space_safety_threshold: share of the memory that is left, [0, 1]: the most for `cpu_offload_space`.
         auto_switch_to_flash: take flash-attn where it is installed.
         max_queue_size: most waiting requests; 0 is no bound.
         max_prompt_characters: most characters of a prompt of text or messages; longer ones are refused unread. None: 32

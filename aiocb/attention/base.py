@@ -243,6 +243,9 @@ class AttentionBackend(Protocol):
     ) -> Any:
         """Make the zeroed storage of one layer (stale pages must be finite: 0 x NaN is NaN)."""
 
+    def block_rows(self, storage: Any) -> tuple[Tensor, ...]:
+        """Views of the storage of one layer with one row for each block, [B, ...]; writing to them writes to it."""
+
     def copy_block(self, storage: Any, source: int, target: int) -> None:
         """Copy one physical block within a layer."""
 

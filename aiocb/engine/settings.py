@@ -22,8 +22,6 @@ _UNBUILT = (
     "varlen_compile_config",
     "decode_compile_config",
     "max_blocks_per_request",
-    "cpu_offload_space",
-    "cpu_offload_space_safety_threshold",
     "cpu_group_timeout",
     "per_request_processors",
 )

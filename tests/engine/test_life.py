@@ -120,8 +120,6 @@ async def test_settings_among_the_options_are_refused_before_anything_starts() -
         {"varlen_compile_config": object()},
         {"decode_compile_config": object()},
         {"max_blocks_per_request": 4},
-        {"cpu_offload_space": 8.0},
-        {"cpu_offload_space_safety_threshold": 0.5},
         {"cpu_group_timeout": 10.0},
         {"per_request_processors": False},
     ],

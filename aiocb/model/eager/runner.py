@@ -28,6 +28,7 @@ from aiocb.model.eager.slots import choose_states, layout_without_keys
 from aiocb.model.eager.states import StateStorage
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
 from aiocb.model.parity import check_parity
+from aiocb.model.swap import SwapBuffer, choose_swap
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
 from aiocb.step import CacheLayout, ImmediateRunner, StateCopy, StateLayout, StepEntry, StepPlan, StepResult
@@ -101,8 +102,16 @@ class TorchRunner(ImmediateRunner):
             )
         else:
             layout, layout_choice = layout_without_keys(page_size, config, self._max_model_len)
-        layout = layout._replace(states=states, switch=adapter.switch)
+        layout, swap_choice = choose_swap(
+            layout._replace(states=states, switch=adapter.switch), config, is_on_host=adapter.device.type == "cpu"
+        )
         self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
+        self._swap: SwapBuffer | None = None
+        if layout.swap_places:
+            rows = self._cache.block_rows()
+            if self._states is not None:
+                rows.append(list(self._states.tensors.values()))
+            self._swap = SwapBuffer(rows, layout.swap_places)
         self._records = Records(len(layout.groups))
         try:
             parity = check_parity(self._model, self, kv_format.name)
@@ -111,7 +120,7 @@ class TorchRunner(ImmediateRunner):
                 raise
             adapter.scans, adapter.why_split = None, str(error)
             parity = check_parity(self._model, self, kv_format.name)
-        chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, layout_choice]
+        chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, layout_choice, swap_choice]
         return [*chosen, *state_choices, parity]
 
     def _make_states(
@@ -151,6 +160,9 @@ class TorchRunner(ImmediateRunner):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample; see `step.Runner`."""
+        if self._swap is not None:
+            self._swap.swap_out(plan.swaps_out)
+            self._swap.swap_in(plan.swaps_in)
         if plan.copies_before:
             self._cache.copy_blocks(plan.copies_before)
         self._copy_states(plan.states_before)
@@ -213,6 +225,8 @@ class TorchRunner(ImmediateRunner):
     def close(self) -> None:
         """Free the cache, the packed weights and the view. Idempotent."""
         self._cache.close()
+        if self._swap is not None:
+            self._swap.close()
         if self._states is not None:
             self._states.close()
         self._close_linears()
