@@ -131,9 +131,7 @@ class EngineConfig:
     block_size: dataclasses.InitVar[int | None] = None
     use_accelerator_graph: dataclasses.InitVar[bool | tuple[bool, bool] | None] = None
 
-    def __post_init__(
-        self, block_size: int | None, use_accelerator_graph: bool | tuple[bool, bool] | None
-    ) -> None:
+    def __post_init__(self, block_size: int | None, use_accelerator_graph: bool | tuple[bool, bool] | None) -> None:
         if use_accelerator_graph is not None and self.use_cuda_graph is None:
             object.__setattr__(self, "use_cuda_graph", use_accelerator_graph)
         _is_switch("use_cuda_graph", self.use_cuda_graph, pair=True)

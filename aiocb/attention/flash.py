@@ -45,7 +45,8 @@ class FlashKernels(NamedTuple):
                 kernels = importlib.import_module("kernels")
             except ImportError:
                 raise ImportError(
-                    f"{package} is not installed ({error}), nor is the package kernels; pip install aiocb[flash]"
+                    f"{package} is not installed ({error}), nor is the package kernels; pip install "
+                    "aiocb[flash], or aiocb[kernels]"
                 ) from error
             try:
                 module = kernels.get_kernel(hub)

@@ -115,7 +115,7 @@ class StepKeys(ABC):
 
     @property
     def table(self) -> Tensor:
-        """The visible blocks of each row, made for the first layer that asks. [R, P] int32"""
+        """The visible blocks of each row, made for the first layer that asks. [R, P] int32."""
         if self._table is None:
             self._table = self._make_table()
         return self._table
@@ -149,7 +149,7 @@ class HostStep(StepKeys):
         # One small upload: starts, starts of keys, lengths.
         numbers = np.concatenate([batch.starts, self._bounds, visible]).astype(np.int32)
         on_device = torch.from_numpy(numbers).to(batch.device, non_blocking=True)
-        self.starts, self.key_starts, self.lengths = on_device.split([num_rows + 1, num_rows + 1, num_rows])
+        self.starts, self.key_starts, self.lengths = torch.split(on_device, [num_rows + 1, num_rows + 1, num_rows])
         self.max_queries, self.max_keys = int(np.diff(batch.starts).max()), int(visible.max())
         self.is_own = not batch.computed.any()
 

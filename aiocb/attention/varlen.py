@@ -30,9 +30,7 @@ class VarlenBackend(PackedBackend):
     """
 
     name = "varlen"
-    capabilities = Capabilities(
-        devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256, has_softcap=False
-    )
+    capabilities = Capabilities(devices=("cuda",), dtypes=("bfloat16", "float16"), max_head_dim=256, has_softcap=False)
 
     def __init__(self, kernel: Callable[..., Any] | None = None, flash: str | None = None) -> None:
         if kernel is None:
@@ -59,7 +57,7 @@ class VarlenBackend(PackedBackend):
         options = dict(self._options)
         if call.table is not None:
             options |= {"seqused_k": call.lengths, "block_table": call.table}
-        result = self._kernel(
+        result: Any = self._kernel(
             call.query,
             call.key,
             call.value,

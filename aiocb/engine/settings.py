@@ -1,4 +1,4 @@
-"""Settings that cannot be obeyed, by this version or on this device: refused natively, warned of where others' programs run."""
+"""Settings that this version, or this device, cannot obey: refused natively, warned of where others' programs run."""
 
 from __future__ import annotations
 

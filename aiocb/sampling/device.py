@@ -53,12 +53,12 @@ class DeviceBatch:
         params = SelectionParams.build([record.sampling for record in records], torch.device("cpu"))
         self.has_samples = params.has_samples
         self._keys = as_seeds(record.seed for record in records) if self.has_samples else None
-        parts = params.truncated_rows.split(_PART) if len(params.truncated_rows) else ()
+        parts = torch.split(params.truncated_rows, _PART) if len(params.truncated_rows) else ()
         self._parts = [(rows.to(device), _on(params.subset(rows), device)) for rows in parts]
         self._params = _on(params, device)
 
     def uniforms(self, positions: Sequence[int]) -> npt.NDArray[np.float64]:
-        """One number for each row, by the position of the token that is sampled. [N], or nothing where all are greedy."""
+        """One number for each row, by the position of its new token; nothing where all are greedy. [N]."""
         if self._keys is None:
             return np.zeros(0)
         return uniforms(self._keys, np.array(positions, np.uint64))

@@ -45,7 +45,14 @@ def check(query: Tensor, *keys: Tensor) -> None:
 
 
 def packed(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, max_q: int, max_k: int, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    max_q: int,
+    max_k: int,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     check(query, key, value)
     assert starts.dtype == key_starts.dtype == torch.int32
@@ -55,7 +62,14 @@ def packed(
 
 
 def paged(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, table: Tensor, lengths: Tensor, multiple: int, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    multiple: int,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     check(query, key, value)
     assert table.dtype == lengths.dtype == torch.int32 and key.dim() == 4 and key.shape[1] % multiple == 0

@@ -61,7 +61,7 @@ def choose_backend(
         if reason is not None:
             raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
         return backend, Choice("attention", backend.name, "configured")
-    passed = []
+    passed: list[str] = []
     for name, why_not in _candidates(device, config, makers):
         reason = why_not or failed.get(name)
         if reason is None:

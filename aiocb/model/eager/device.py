@@ -45,8 +45,10 @@ class Device(Protocol):
     def launch(self, numbers: Numbers, work: Work) -> Ticket:
         """Queue a step behind those that were launched before; returns at once."""
 
-    def record(self, work: Callable[[], Any]) -> Recording:
-        """Run work once to warm it up and once to record it; all recordings share their memory.
+    def record(self, work: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
+        """Run work once to warm it up and once to record it; returns also what every replay writes its result to.
+
+        All recordings share their memory.
 
         Raises:
             RuntimeError: it cannot be recorded.
@@ -80,20 +82,20 @@ class CudaDevice:
         made = work(uploaded)
         result = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
         result.copy_(made, non_blocking=True)
-        done = torch.cuda.Event()
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.kind))
         return _CudaTicket(result, done)
 
-    def record(self, work: Callable[[], Any]) -> Recording:
+    def record(self, work: Callable[[], Tensor]) -> tuple[Recording, Tensor]:
         """Capture a graph into the one memory pool."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        beside = torch.cuda.Stream(self.kind)
+        beside: Any = torch.cuda.Stream(self.kind)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(self.kind))
         with torch.cuda.stream(beside):
             work()
         torch.cuda.current_stream(self.kind).wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            work()
-        return graph
+            result = work()
+        return graph, result

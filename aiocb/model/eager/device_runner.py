@@ -1,4 +1,4 @@
-"""The eager runner on an accelerator: what is chosen beyond it, tried once at start, and switched off where it is wrong.
+"""The eager runner on an accelerator: what is chosen beyond it is tried at start, and switched off where it is wrong.
 
     attention (flash, varlen, sdpa)  ─►  parity with the model's own forward, else the next one
     decode path, compiled, graphs, async  ─►  each compared with steps on the host, else off with its reason
@@ -37,7 +37,7 @@ __all__ = ["Accelerator", "DeviceRunner"]
 logger = logging.getLogger("aiocb")
 
 MAX_ROWS = 1024
-"""Requests that are open at once, where nothing is configured."""
+"""Requests of a step, where nothing is configured."""
 
 TABLE_TOKENS = 8192
 """Tokens of a request that a table has room for, where nothing is configured; longer requests go by the host."""
@@ -158,7 +158,9 @@ class DeviceRunner(TorchRunner):
         assert isinstance(backend, PackedBackend)
         longest = min(self._max_model_len, TABLE_TOKENS)
         max_blocks = config.max_blocks_per_request or -(-longest // layout.page_size)
-        num_rows = config.max_requests_per_batch or min(MAX_ROWS, min(g.num_blocks for g in layout.groups) - 1)
+        smallest = min(group.num_blocks for group in layout.groups) - 1
+        self._batch_rows = config.max_requests_per_batch or min(MAX_ROWS, smallest)
+        num_rows = 2 * self._batch_rows  # those that end are open until no step is under way that names them
         device = self._accelerator.device
         self._gathers = any(
             spec.is_gathered or not backend.reads_in_place(spec, layout.page_size) for spec in adapter.specs.values()
@@ -182,7 +184,16 @@ class DeviceRunner(TorchRunner):
     def _check(self) -> str | None:
         assert self._pipeline is not None
         name = KVFormat.of(self._adapter.dtype).name
-        return check_steps(self._pipeline, self._model, self.cache_layout, self._max_model_len, self.logits, name)
+        with self._threads():
+            return check_steps(
+                self._pipeline,
+                self._model,
+                self.cache_layout,
+                self.logits,
+                name,
+                vocab_size=self.vocab_size,
+                max_model_len=self._max_model_len,
+            )
 
     def _compile(self, varlen: dict[str, Any] | None, decode: dict[str, Any] | None) -> Choice:
         """Compile the paths that are asked for, one by one."""
@@ -217,9 +228,9 @@ class DeviceRunner(TorchRunner):
         padding = Padding(
             config.q_padding_interval_size,
             config.kv_padding_interval_size,
-            max_rows=tables.num_rows,
+            max_rows=self._batch_rows,
             max_tokens=config.max_batch_tokens or TABLE_TOKENS,
-            max_keys=min(num_keys, tables.num_rows * tables.max_blocks * layout.page_size),
+            max_keys=min(num_keys, self._batch_rows * tables.max_blocks * layout.page_size),
             max_len=tables.max_blocks * layout.page_size,
             num_groups=len(layout.groups) if self._gathers else 0,
             has_varlen=has_varlen,

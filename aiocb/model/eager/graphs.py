@@ -7,6 +7,7 @@ a step leaves unfilled is padding: rows that lead to the scratch block, each of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -55,19 +56,37 @@ class Padding(NamedTuple):
 
     def shapes(self) -> list[StepShape]:
         """What is recorded before traffic: as many rows, tokens and keys as there may be, down from few."""
-        shapes: list[StepShape] = []
-        if self.has_decode:
-            rows = sorted({min(1 << power, self.max_rows) for power in range(self.max_rows.bit_length() + 1)})
-            shapes += (StepShape(count, count, 1, keys) for keys in self._keys() for count in rows)
+        keys, shapes = self._keys(), []
         if self.has_varlen:
             tokens = self.q_interval
             while True:
                 num_rows = min(max(tokens // 4, 1), self.max_rows + 1)
-                shapes += (StepShape(num_rows, tokens, tokens, keys) for keys in self._keys())
+                shapes += [StepShape(num_rows, tokens, tokens, sizes) for sizes in keys]
                 if tokens >= self.max_tokens:
                     break
                 tokens *= 2
-        return shapes[:MAX_GRAPHS]
+            shapes = shapes[-MAX_GRAPHS // 2 :]
+        if self.has_decode:
+            rows = sorted({min(1 << power, self.max_rows) for power in range(self.max_rows.bit_length() + 1)})
+            single = self._decode_shapes(rows, keys)
+            while len(shapes) + len(single) > MAX_GRAPHS:
+                # A few rows of padding cost little beside the weights, which every step reads.
+                if len(rows) > 2:
+                    rows = sorted(rows[::-2])
+                else:
+                    keys = keys[::-2][::-1]
+                single = self._decode_shapes(rows, keys)
+            shapes += single
+        return shapes
+
+    def _decode_shapes(self, rows: list[int], keys: list[tuple[int, ...]]) -> list[StepShape]:
+        """What rows of one token each may need, of these numbers of rows and keys."""
+        return [
+            StepShape(count, count, 1, sizes)
+            for smaller, sizes in zip([(0,), *keys], keys)
+            for count in rows
+            if not sizes or max(smaller) < count * self.max_len
+        ]
 
     def _keys(self) -> list[tuple[int, ...]]:
         if not self.num_groups:
@@ -138,15 +157,10 @@ class Graphs:
             nothing = StepShape(0, 0, 1, ())
             numbers = padded_numbers(np.zeros(1, np.int32), nothing, shape, self._scratch_row)
             static = torch.from_numpy(numbers).to(self._device.kind)
-            made: list[Tensor] = []
-
-            def work(shape: StepShape = shape, static: Tensor = static, made: list[Tensor] = made) -> None:
-                made[:] = [self._forward(shape, static)]
-
-            recording = self._device.record(work)
+            recording, logits = self._device.record(functools.partial(self._forward, shape, static))
             while len(self._recorded) >= self._limit:
                 self._recorded.pop(next(iter(self._recorded)))
-            self._recorded[shape] = _Recorded(static, made[0], recording)
+            self._recorded[shape] = _Recorded(static, logits, recording)
 
     def padded(self, shape: StepShape) -> StepShape | None:
         """The smallest recorded shape that a step can be padded to; None where there is none."""
@@ -158,7 +172,7 @@ class Graphs:
         return padded_numbers(numbers, shape, padded, self._scratch_row)
 
     def replay(self, shape: StepShape, numbers: Tensor) -> Tensor:
-        """Run a step of a recorded shape: logits [R, V], valid until the next replay. [num_numbers] int32"""
+        """Run a step of a recorded shape: logits [R, V], valid until the next replay. [num_numbers] int32."""
         recorded = self._recorded.pop(shape)
         self._recorded[shape] = recorded  # used last
         recorded.numbers.copy_(numbers)

@@ -46,21 +46,25 @@ class Flight:
         records: of its entries.
         result: None until it is known.
         ticket: of the step on the device; None where it ran on the host.
+        logits: of each entry, [R, V], where they are kept.
         sampled: indices of the entries that sample.
     """
 
-    __slots__ = ("records", "result", "sampled", "ticket")
+    __slots__ = ("logits", "records", "result", "sampled", "ticket")
 
     def __init__(
         self, records: Sequence[Record], sampled: Sequence[int], ticket: Ticket | None, result: StepResult | None = None
     ) -> None:
         self.records, self.sampled, self.ticket, self.result = records, sampled, ticket, result
+        self.logits: Tensor | None = None
 
 
 class _DeviceHandler(PagedHandler):
     """Handler of a step whose numbers are on the device."""
 
-    def __init__(self, backend: PackedBackend, cache: PagedCache, adapter: ModelAdapter, steps: list[DeviceStep]) -> None:
+    def __init__(
+        self, backend: PackedBackend, cache: PagedCache, adapter: ModelAdapter, steps: list[DeviceStep]
+    ) -> None:
         batch: Any = None  # nothing asks for it: what it is for is in the steps
         super().__init__(backend, cache, adapter.specs, batch)
         self._metadata.update(enumerate(steps))
@@ -80,9 +84,7 @@ class Forwards:
         varlen, decode: what is called in place of the model, compiled or not; None is the model.
     """
 
-    def __init__(
-        self, adapter: ModelAdapter, backend: PackedBackend, cache: PagedCache, tables: DeviceTables
-    ) -> None:
+    def __init__(self, adapter: ModelAdapter, backend: PackedBackend, cache: PagedCache, tables: DeviceTables) -> None:
         self.adapter, self._backend, self._cache, self._tables = adapter, backend, cache, tables
         self.varlen: Callable[..., Any] | None = None
         self.decode: Callable[..., Any] | None = None
@@ -116,7 +118,7 @@ class Pipeline:
         graphs: recorded steps, or None.
         num_fast, num_slow: plans launched, and run on the host.
         why_slow: of the last of these.
-        last_logits: of the rows of the step that was launched last, until the next one is. [R, V]
+        keeps_logits: flights keep theirs, for a check.
     """
 
     def __init__(
@@ -136,18 +138,21 @@ class Pipeline:
         self._run_on_host = run_on_host
         self._flights: deque[Flight] = deque()
         self._synced = [0] * (tables.num_rows + 1)  # by row: blocks that its device table has
-        self._slow: set[int] = set()  # open requests whose sampling is not for the device
+        self._slow: dict[int, str] = {}  # open requests that are not for the device, and why
         self._batch: DeviceBatch | None = None
         self.depth = 1
         self.graphs: Graphs | None = None
         self.num_fast = self.num_slow = 0
         self.why_slow = ""
-        self.last_logits: Tensor | None = None
+        self.keeps_logits = False
 
     def submit(self, plan: StepPlan) -> Flight:
         """Launch a plan, or run it on the host once nothing is under way any more."""
-        self._slow.difference_update(plan.closed)
-        self._slow.update(one.request_id for one in plan.opened if not is_sampled_on_device(one.sampling))
+        for request_id in plan.closed:
+            self._slow.pop(request_id, None)
+        for one in plan.opened:
+            if not is_sampled_on_device(one.sampling):
+                self._slow[one.request_id] = "sampling needs the history of a request, or its log-probabilities"
         reason = self._refusal(plan)
         flight = self._launch(plan) if reason is None else self._wait_and_run(plan, reason)
         self._flights.append(flight)
@@ -189,8 +194,10 @@ class Pipeline:
                 return "more rows of logits than one are wanted of a request"
             if entry.num_computed_tokens + entry.num_new_tokens > longest:
                 return f"a request is longer than a table of {self._tables.max_blocks} blocks"
-        if slow and any(entry.request_id in slow for entry in entries):
-            return "sampling needs the history of a request, or its log-probabilities"
+        if slow:
+            for entry in entries:
+                if entry.request_id in slow:
+                    return slow[entry.request_id]
         if len(self._records) + len(plan.opened) - len(plan.closed) > self._tables.num_rows:
             return f"more than {self._tables.num_rows} requests are open"
         return None
@@ -200,19 +207,17 @@ class Pipeline:
         self._land_all()
         result = self._run_on_host(plan)
         for one in plan.opened:
-            self._set_synced(self._records[one.request_id], 0)
+            row = self._records[one.request_id].row
+            if row < self._tables.num_rows:
+                self._synced[row] = 0
+            else:  # it keeps its row for as long as it is open
+                self._slow[one.request_id] = f"more than {self._tables.num_rows} requests were open"
         for entry in plan.entries:
             if entry.new_blocks:
-                record = self._records[entry.request_id]
-                self._set_synced(record, min(self._synced_of(record), entry.block_start))
+                row = self._records[entry.request_id].row
+                if row < self._tables.num_rows:
+                    self._synced[row] = min(self._synced[row], entry.block_start)
         return Flight([], (), None, result)
-
-    def _synced_of(self, record: Record) -> int:
-        return self._synced[record.row] if record.row < len(self._synced) else 0
-
-    def _set_synced(self, record: Record, count: int) -> None:
-        if record.row < len(self._synced):
-            self._synced[record.row] = count
 
     def _land_all(self) -> None:
         while any(flight.result is None for flight in self._flights):
@@ -265,44 +270,41 @@ class Pipeline:
         sent = np.concatenate([drawn.view(np.int32), places, updates, numbers])
         sizes = [len(sent) - len(numbers) - len(updates) - len(places), len(places), len(updates), len(numbers)]
 
+        flight = Flight(records, sampled, None)
+
         def work(uploaded: Tensor) -> Tensor:
-            uniforms, rows, new_blocks, step = uploaded.split(sizes)
+            uniforms, rows, new_blocks, step = torch.split(uploaded, sizes)
             self._cache.copy_blocks(before)
             if len(new_blocks):
                 self._tables.update(new_blocks)
             with torch.inference_mode():
-                chosen = self._step(shape, padded, step, batch, rows, uniforms)
+                logits = self._logits(shape, padded, step)
+                if self.keeps_logits:
+                    flight.logits = logits.clone()
+                chosen = step[:0] if batch is None else self._sample(batch, logits, step, rows, uniforms)
             self._cache.copy_blocks(after)
             return chosen
 
-        return Flight(records, sampled, self._device.launch(sent, work))
+        flight.ticket = self._device.launch(sent, work)
+        return flight
 
     def _copy(self, numbers: Tensor, *copies: Sequence[BlockCopy]) -> Tensor:
         for some in copies:
             self._cache.copy_blocks(some)
         return numbers
 
-    def _step(
-        self,
-        shape: StepShape,
-        padded: StepShape | None,
-        numbers: Tensor,
-        batch: DeviceBatch | None,
-        places: Tensor,
-        uniforms: Tensor,
-    ) -> Tensor:
-        """Run the model and sample; remember what was sampled."""
+    def _logits(self, shape: StepShape, padded: StepShape | None, numbers: Tensor) -> Tensor:
+        """Run the model: logits of each row's last token, [R, V]."""
         if padded is not None and self.graphs is not None:
-            logits = self.graphs.replay(padded, numbers)
-        else:
-            logits = self._forwards(shape, numbers)
-        if batch is None:
-            return numbers[:0]
-        rows = numbers[: shape.num_rows].long()
-        self.last_logits = logits = logits[: shape.num_rows]
+            return self.graphs.replay(padded, numbers)[: shape.num_rows]
+        return self._forwards(shape, numbers)
+
+    def _sample(self, batch: DeviceBatch, logits: Tensor, numbers: Tensor, places: Tensor, uniforms: Tensor) -> Tensor:
+        """Choose tokens, and keep them for the next step; places are the rows that sample, or none for all."""
+        rows = numbers[: len(logits)].long()
         if len(places):
-            places = places.long()
-            rows, logits = rows.index_select(0, places), logits.index_select(0, places)
+            at = places.long()
+            rows, logits = rows.index_select(0, at), logits.index_select(0, at)
         chosen = batch.choose(logits, uniforms.view(torch.float64))
         # One that failed has a token below 0, and may be in the next step already: it goes on with any other.
         self._tables.tokens.index_copy_(0, rows, chosen.clamp_min(0))

@@ -16,7 +16,7 @@ from torch import Tensor
 from aiocb.model.eager.pipeline import Flight, Pipeline
 from aiocb.model.parity import TOLERANCES, probe_ids, relative_error
 from aiocb.records import Record, Records
-from aiocb.sampling_params import SamplingParams
+from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.step import CacheLayout, OpenedRequest, StepEntry, StepPlan
 
 __all__ = ["NEW_TOKENS", "check_steps"]
@@ -28,7 +28,14 @@ Logits = Callable[[Sequence[StepEntry], Sequence[Record]], Tensor]
 
 
 def check_steps(
-    pipeline: Pipeline, model: Any, layout: CacheLayout, max_model_len: int, logits: Logits, format_name: str
+    pipeline: Pipeline,
+    model: Any,
+    layout: CacheLayout,
+    logits: Logits,
+    format_name: str,
+    *,
+    vocab_size: int,
+    max_model_len: int,
 ) -> str | None:
     """Say what is wrong with the steps of a pipeline; None where nothing is. The cache must be nobody's.
 
@@ -36,9 +43,9 @@ def check_steps(
         pipeline: nothing is under way, and no request is open.
         model: whose ids are used.
         layout: of the cache.
-        max_model_len: most tokens of a request.
         logits: of a step on the host.
         format_name: of the weights, for the tolerance.
+        vocab_size, max_model_len: of the model.
     """
     lengths = _lengths(layout, max_model_len)
     if not lengths:
@@ -49,15 +56,17 @@ def check_steps(
         count = -(-(len(prompt) + NEW_TOKENS) // layout.page_size)
         tables.append((tuple(range(first, first + count)),) * len(layout.groups))
         first += count
+    pipeline.keeps_logits = True
     try:
-        outputs, rows = _run(pipeline, prompts, tables)
-        expected = [
-            _expected(logits, prompt, output, table) for prompt, output, table in zip(prompts, outputs, tables)
-        ]
+        sampling = SamplingParams(temperature=0.0).resolve(ModelDefaults(vocab_size, max_model_len))
+        outputs, rows = _run(pipeline, prompts, tables, sampling)
+        expected = [_expected(logits, prompt, output, table) for prompt, output, table in zip(prompts, outputs, tables)]
         error = max(relative_error(torch.stack(own), other) for own, other in zip(rows, expected))
     except Exception as cause:
         pipeline.abandon()
         return f"its self-check failed with {type(cause).__name__}: {cause}"
+    finally:
+        pipeline.keeps_logits = False
     if not error <= TOLERANCES.get(format_name, TOLERANCES["float16"]):  # NaN too
         return f"its logits differ from those without it by {error:.2g} of their size"
     return None
@@ -75,27 +84,29 @@ def _lengths(layout: CacheLayout, max_model_len: int) -> list[int]:
 
 
 def _run(
-    pipeline: Pipeline, prompts: Sequence[list[int]], tables: Sequence[tuple[tuple[int, ...], ...]]
+    pipeline: Pipeline,
+    prompts: Sequence[list[int]],
+    tables: Sequence[tuple[tuple[int, ...], ...]],
+    sampling: SamplingParams,
 ) -> tuple[list[list[int]], list[list[Tensor]]]:
     """A chunk alone, a chunk beside a whole prompt, then single tokens; as many steps under way as there may be."""
     outputs: list[list[int]] = [[] for _ in prompts]
     rows: list[list[Tensor]] = [[] for _ in prompts]
-    flights: deque[tuple[Flight, list[int]]] = deque()
+    flights: deque[tuple[Flight, StepPlan]] = deque()
 
     def land() -> None:
-        flight, numbers = flights.popleft()
+        flight, plan = flights.popleft()
         result = pipeline.collect(flight)
         for error in (result.errors or {}).values():
             raise error
-        for number, tokens in zip(numbers, result.token_ids):
-            outputs[number] += tokens
+        assert flight.logits is not None
+        for row, (entry, tokens) in enumerate(zip(plan.entries, result.token_ids)):
+            outputs[entry.request_id] += tokens
+            if entry.is_sampled:
+                rows[entry.request_id].append(flight.logits[row].float().cpu())
 
-    for plan, numbers in _plans(prompts, tables):
-        flights.append((pipeline.submit(plan), numbers))
-        logits = pipeline.last_logits
-        for row, entry in enumerate(plan.entries):
-            if entry.is_sampled and logits is not None:
-                rows[numbers[row]].append(logits[row].float().cpu())
+    for plan in _plans(prompts, tables, sampling):
+        flights.append((pipeline.submit(plan), plan))
         if len(flights) >= pipeline.depth:
             land()
     while flights:
@@ -105,29 +116,22 @@ def _run(
 
 
 def _plans(
-    prompts: Sequence[list[int]], tables: Sequence[tuple[tuple[int, ...], ...]]
-) -> list[tuple[StepPlan, list[int]]]:
-    opened = [
-        OpenedRequest(number, tuple(prompt), len(prompt), SamplingParams(temperature=0.0, top_k=0), 0)
-        for number, prompt in enumerate(prompts)
-    ]
+    prompts: Sequence[list[int]], tables: Sequence[tuple[tuple[int, ...], ...]], sampling: SamplingParams
+) -> list[StepPlan]:
+    opened = [OpenedRequest(number, tuple(prompt), len(prompt), sampling, 0) for number, prompt in enumerate(prompts)]
     half = len(prompts[0]) // 2
-    first = StepEntry(0, 0, half, 0, False, (), 0, tables[0])
-    plans = [(StepPlan((first,), half, (opened[0],)), [0])]
+    plans = [StepPlan((StepEntry(0, 0, half, 0, False, (), 0, tables[0]),), half, (opened[0],))]
     rest = [StepEntry(0, half, len(prompts[0]) - half, 1, True)]
     rest += [StepEntry(n, 0, len(prompts[n]), 1, True, (), 0, tables[n]) for n in range(1, len(prompts))]
-    numbers = list(range(len(prompts)))
-    plans.append((StepPlan(tuple(rest), sum(entry.num_new_tokens for entry in rest), tuple(opened[1:])), numbers))
+    plans.append(StepPlan(tuple(rest), sum(entry.num_new_tokens for entry in rest), tuple(opened[1:])))
     for step in range(NEW_TOKENS - 1):
-        entries = tuple(StepEntry(n, len(prompts[n]) + step, 1, 1, True) for n in numbers)
-        plans.append((StepPlan(entries, len(entries)), numbers))
+        entries = tuple(StepEntry(n, len(prompt) + step, 1, 1, True) for n, prompt in enumerate(prompts))
+        plans.append(StepPlan(entries, len(entries)))
     return plans
 
 
-def _expected(
-    logits: Logits, prompt: list[int], output: list[int], tables: tuple[tuple[int, ...], ...]
-) -> Tensor:
-    """Logits on the host behind the prompt and each of the output tokens but the last. [NEW_TOKENS, V]"""
+def _expected(logits: Logits, prompt: list[int], output: list[int], tables: tuple[tuple[int, ...], ...]) -> Tensor:
+    """Logits on the host behind the prompt and each of the output tokens but the last. [NEW_TOKENS, V]."""
     tokens = prompt + output[:-1]
     opened = OpenedRequest(0, tuple(tokens), len(prompt), SamplingParams(), 0)
     entry = StepEntry(0, 0, len(tokens), len(output), False, (), 0, tables)

@@ -87,16 +87,16 @@ class DeviceTables:
         self.tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def update(self, numbers: Tensor) -> None:
-        """Write blocks into the tables: rows, columns, then the blocks of each group. [(2 + groups) * U] int32"""
+        """Write blocks into the tables: rows, columns, then the blocks of each group. [(2 + groups) * U] int32."""
         rows, columns, *blocks = numbers.view(2 + len(self.tables), -1)
         places = rows.long(), columns.long()
         for table, new in zip(self.tables, blocks, strict=True):
             table.index_put_(places, new)
 
     def unpack(self, shape: StepShape, numbers: Tensor) -> Rows:
-        """Read a step from its numbers; an id below 0 is the row's last token. [num_numbers] int32"""
+        """Read a step from its numbers; an id below 0 is the row's last token. [num_numbers] int32."""
         sizes = [shape.num_rows, shape.num_rows, shape.num_rows + 1, shape.num_tokens]
-        rows, computed, starts, ids = numbers.long().split(sizes)
+        rows, computed, starts, ids = torch.split(numbers.long(), sizes)
         if shape.max_queries == 1:  # as many tokens as rows
             row_of_token = torch.arange(shape.num_tokens, device=numbers.device)
             positions = computed
