@@ -78,10 +78,11 @@ class CudaDevice:
 
     def launch(self, numbers: Numbers, work: Work) -> Ticket:
         """Queue a step on the current stream."""
-        uploaded = torch.from_numpy(numbers).pin_memory().to(self.kind, non_blocking=True)
-        made = work(uploaded)
-        result = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
-        result.copy_(made, non_blocking=True)
+        with torch.cuda.device(self.kind):  # whose streams are meant, in whatever thread this is
+            uploaded = torch.from_numpy(numbers).pin_memory().to(self.kind, non_blocking=True)
+            made = work(uploaded)
+            result = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
+            result.copy_(made, non_blocking=True)
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self.kind))
         return _CudaTicket(result, done)
@@ -90,12 +91,14 @@ class CudaDevice:
         """Capture a graph into the one memory pool."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        beside: Any = torch.cuda.Stream(self.kind)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(self.kind))
-        with torch.cuda.stream(beside):
-            work()
-        torch.cuda.current_stream(self.kind).wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = work()
-        return graph, result
+        with torch.cuda.device(self.kind):
+            beside: Any = torch.cuda.Stream(self.kind)  # type: ignore[no-untyped-call]
+            beside.wait_stream(torch.cuda.current_stream(self.kind))
+            with torch.cuda.stream(beside):
+                work()
+            torch.cuda.current_stream(self.kind).wait_stream(beside)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile: what they do is none of the graph's business.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = work()
+            return graph, result
