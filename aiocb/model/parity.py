@@ -22,7 +22,7 @@ from aiocb.records import Record, Records
 from aiocb.sampling_params import SamplingParams
 from aiocb.step import CacheLayout, OpenedRequest, StepEntry, StepPlan
 
-__all__ = ["TOLERANCES", "Checked", "check_parity", "probe_ids"]
+__all__ = ["TOLERANCES", "Checked", "check_parity", "probe_ids", "relative_error"]
 
 LENGTH = 21
 """Tokens of the first prompt, where there is room for them; the second has a third of it."""
@@ -104,7 +104,7 @@ def _largest_error(model: Any, runner: Checked) -> float:
             for entry in plan.entries:
                 rows[entry.request_id].append(logits[start : start + entry.num_logits])
                 start += entry.num_logits
-    return max(_relative_error(own, torch.cat(parts)) for own, parts in zip(expected, rows, strict=True))
+    return max(relative_error(own, torch.cat(parts)) for own, parts in zip(expected, rows, strict=True))
 
 
 def _far_length(model: Any, runner: Checked) -> tuple[int, str]:
@@ -169,7 +169,7 @@ def _far_error(model: Any, runner: Checked, length: int) -> float:
             if stop > length - COMPARED:
                 rows.append(logits)
             done = stop
-    return _relative_error(expected, torch.cat(rows))
+    return relative_error(expected, torch.cat(rows))
 
 
 def _keeps_logits(model: Any) -> bool:
@@ -254,7 +254,8 @@ def probe_ids(model: Any, length: int, seed: int = 0) -> list[int]:
     return ids
 
 
-def _relative_error(expected: Tensor, actual: Tensor) -> float:
+def relative_error(expected: Tensor, actual: Tensor) -> float:
+    """The root mean square of the difference of logits [N, V], in parts of that of the expected ones."""
     # Centred: a shift that is common to a row changes no probability.
     difference = expected - actual
     difference = difference - difference.mean(-1, keepdim=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import KVFormat
+from aiocb.attention.base import AttentionBackend, KVFormat
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels.interface import PAGE_SIZE
@@ -85,7 +85,7 @@ class TorchRunner(ImmediateRunner):
         """Choose attention and linears, size the cache, and compare with the model's own forward."""
         adapter = self._adapter
         self._uses_native = False
-        self._backend, attention_choice = choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
+        self._backend, attention_choice = self._choose(config)
         self._uses_native = self._backend.name == "cpu"
         self._linears, linears_choice = pack_linears(
             adapter.view.model, self._backend, config, has_mixers=adapter.is_split
@@ -94,7 +94,8 @@ class TorchRunner(ImmediateRunner):
         kv_format = KVFormat.of(adapter.dtype)
         if adapter.states:
             adapter.scans = choose_scans(adapter.device, self._backend, self._linears, config)
-        page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
+        preferred = self._backend.capabilities.preferred_page_size or PAGE_SIZE
+        page_size, page_choice = choose_page_size(config, preferred, f"attention {self._backend.name!r}")
         states, state_choices = self._make_states(config, kv_format, page_size)
         if adapter.specs:
             layout, layout_choice = choose_layout(
@@ -142,6 +143,10 @@ class TorchRunner(ImmediateRunner):
         )
         self._states = StateStorage(adapter.states, layout.num_slots, adapter.device)
         return layout, choices
+
+    def _choose(self, config: EngineConfig) -> tuple[AttentionBackend, Choice]:
+        adapter = self._adapter
+        return choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
 
     @property
     def cache_layout(self) -> CacheLayout:
