@@ -9,7 +9,7 @@ import pytest
 from aiocb.cache import CachedSequence, CacheManager
 from aiocb.scheduler import Request, RequestStatus
 from aiocb.scheduler.draft import Draft
-from aiocb.step import BlockSwap
+from aiocb.step import BlockSwap, LengthSwitch
 from aiocb.testing.oracle import KVOracle
 from aiocb.testing.records import KVMismatch, simple_layout
 from tests.scheduler.helpers import VOCAB, Harness, chunks
@@ -306,6 +306,19 @@ class TestSpace:
         sequence.num_computed_tokens = sequence.num_scheduled_tokens = 8
         cache.reset_prefix()
         assert not cache.swap.put_out(sequence, moves_on=False)
+
+    @pytest.mark.parametrize("is_recomputed", [True, False])
+    def test_keys_that_are_of_another_kind_now_are_recomputed(self, is_recomputed: bool) -> None:
+        """A request that has got longer than its keys are good for, in the step before it lost its blocks."""
+        layout = simple_layout(9, swap_places=6)._replace(switch=LengthSwitch(10, is_recomputed=is_recomputed))
+        cache = CacheManager(layout)
+        sequence = CachedSequence(prompt(1, 10))
+        assert cache.swap is not None and cache.match(sequence) == 0 and cache.allocate(sequence, 10)
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 10
+        sequence.tokens.append(3)
+        assert cache.swap.put_out(sequence, moves_on=False)
+        cache.free(cache.detach(sequence))
+        assert cache.swap.is_worth_it(sequence, cache.match(sequence)) != is_recomputed
 
     def test_nothing_computed_is_nothing_to_keep(self) -> None:
         cache = CacheManager(simple_layout(6, swap_places=6))
