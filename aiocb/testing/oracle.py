@@ -257,7 +257,8 @@ class KVOracle:
         plan, records, _, blocks, slots = flight
         errors = (self._errors(plan) if self._errors is not None else None) or {}
         rows = list(zip(plan.entries, records, strict=True))
-        self._swap(plan)
+        if plan.swaps_out or plan.swaps_in:
+            self._swap(plan, records)
         self._copy(plan.copies_before)
         if self._states:
             self._restore(plan.states_before, records, slots)
@@ -285,8 +286,10 @@ class KVOracle:
             del seen.history[_known_end(entry) :]
         return fake_result(plan, records, token_ids, errors)
 
-    def _swap(self, plan: StepPlan) -> None:
-        """Move blocks to places of the swap space, and others from there."""
+    def _swap(self, plan: StepPlan, records: Sequence[Record]) -> None:
+        """Move blocks to places of the swap space, and from there to others that requests of this plan hold."""
+        held = {(g, block) for record in records for g, table in enumerate(record.tables) for block in table}
+        held |= {(len(self._pages), record.state_slot) for record in records}
         named = [flight for flight in self._flights if flight.plan.entries]
         read = {(swap.group, swap.place) for flight in named for swap in flight.plan.swaps_in}
         for group, block, place in plan.swaps_out:
@@ -295,7 +298,8 @@ class KVOracle:
             is_state = group == len(self._pages)
             self._places[group, place] = self._states[block] if is_state else list(self._pages[group][block])
         for group, block, place in plan.swaps_in:
-            if block == NULL_BLOCK or any((group, block) in flight.blocks for flight in named):
+            is_named = any((group, block) in flight.blocks for flight in named)
+            if block == NULL_BLOCK or is_named or (group, block) not in held:
                 raise KVMismatch(f"place {place} is moved to block {block} of group {group}, which is in use")
             kept = self._places[group, place]
             if group < len(self._pages):

@@ -9,7 +9,7 @@ import pytest
 from aiocb.cache import CachedSequence, CacheManager
 from aiocb.scheduler import Request, RequestStatus
 from aiocb.scheduler.draft import Draft
-from aiocb.step import BlockSwap
+from aiocb.step import BlockSwap, LengthSwitch
 from aiocb.testing.oracle import KVOracle
 from aiocb.testing.records import KVMismatch, simple_layout
 from tests.scheduler.helpers import VOCAB, Harness, chunks
@@ -187,6 +187,26 @@ def test_a_request_that_is_preempted_while_it_comes_back_keeps_its_places() -> N
     h.assert_quiescent()
 
 
+def test_blocks_that_are_being_copied_in_are_not_exchanged_for_cached_ones() -> None:
+    h = make(num_blocks=40, max_batch_tokens=6)
+    request = h.add(prompt(1, 24))
+    for _ in range(3):
+        h.step()
+    assert request.num_computed_tokens == 18
+    h.scheduler._roster.preempt(request, Draft(6, 16))
+    h.scheduler.pause(request)
+    h.add(prompt(1, 24), 1)
+    h.run()
+    # The beginning has been evicted; the block in whose middle it stopped is there.
+    gone = h.cache.indices[0].peek(request.block_hashes[0])
+    assert gone is not None
+    h.cache.indices[0].withdraw(gone)
+    h.scheduler.resume(request)
+    plan = h.step()
+    assert len(plan.swaps_in) == 5 and plan.entries[0].num_computed_tokens == 18
+    h.assert_quiescent()
+
+
 def test_prompt_logprobs_survive() -> None:
     h = make(num_blocks=10)
     for seed in range(4):
@@ -279,6 +299,27 @@ class TestSpace:
         assert cache.swap.put_out(sequence, moves_on=False)
         assert cache.swap.take_pending()[-1] == BlockSwap(1, sequence.state_slot, 0)
 
+    def test_what_belongs_to_old_weights_is_not_kept(self) -> None:
+        cache = CacheManager(simple_layout(6, swap_places=6))
+        sequence = CachedSequence(prompt(1, 9))
+        assert cache.swap is not None and cache.allocate(sequence, 8)
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 8
+        cache.reset_prefix()
+        assert not cache.swap.put_out(sequence, moves_on=False)
+
+    @pytest.mark.parametrize("is_recomputed", [True, False])
+    def test_keys_that_are_of_another_kind_now_are_recomputed(self, is_recomputed: bool) -> None:
+        """A request that has got longer than its keys are good for, in the step before it lost its blocks."""
+        layout = simple_layout(9, swap_places=6)._replace(switch=LengthSwitch(10, is_recomputed=is_recomputed))
+        cache = CacheManager(layout)
+        sequence = CachedSequence(prompt(1, 10))
+        assert cache.swap is not None and cache.match(sequence) == 0 and cache.allocate(sequence, 10)
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = 10
+        sequence.tokens.append(3)
+        assert cache.swap.put_out(sequence, moves_on=False)
+        cache.free(cache.detach(sequence))
+        assert cache.swap.is_worth_it(sequence, cache.match(sequence)) != is_recomputed
+
     def test_nothing_computed_is_nothing_to_keep(self) -> None:
         cache = CacheManager(simple_layout(6, swap_places=6))
         assert cache.swap is not None
@@ -310,6 +351,8 @@ def test_the_oracle_keeps_what_lies_in_places() -> None:
             swapped_oracle().execute(plan(back, opened=(opened(),), swaps_in=wrong))
     with pytest.raises(KVMismatch):
         swapped_oracle().execute(plan(closed=(2,), swaps_in=right))
+    with pytest.raises(KVMismatch, match="in use"):
+        swapped_oracle().execute(plan(back, opened=(opened(),), swaps_in=(*right, BlockSwap(0, 7, 1))))
 
 
 def test_chunks_go_on_where_a_prompt_was_swapped_out() -> None:
