@@ -512,7 +512,7 @@ async def test_weights_that_have_changed_are_seen_by_what_was_recorded() -> None
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.asyncio
 async def test_random_lives_end_as_on_the_host(seed: int) -> None:
-    """Lengths, sampling, ends, leaving at random, in a cache that is too small: whoever stays gets his own tokens."""
+    """Lengths, sampling, ends and leaving at random, in too small a cache: whoever stays gets his own tokens."""
     model, device, random = tiny("llama"), FakeDevice(), Random(seed)
     requests: list[dict[str, Any]] = []
     for number in range(20):
