@@ -20,6 +20,7 @@ from aiocb.engine.engine import Engine
 from aiocb.errors import ConfigError, RequestFailed
 from aiocb.model.eager.device_runner import Accelerator, DeviceRunner
 from aiocb.model.eager.runner import TorchRunner
+from aiocb.model.swap import SwapBuffer
 from aiocb.sampling.sampler import Sampler
 from aiocb.sampling_params import ModelDefaults
 from aiocb.testing import assert_quiescent
@@ -228,10 +229,19 @@ async def test_one_that_fails_in_flight_fails_alone() -> None:
             assert list(completion.token_ids) == expected
 
 
+@pytest.mark.parametrize("offload", [0.0, 0.001])
 @pytest.mark.asyncio
-async def test_a_small_cache_preempts_and_everybody_ends() -> None:
-    model, device = tiny("llama"), FakeDevice()
-    done, _ = await served(model, accelerator(device), plain((30, 28, 25, 22), 20), num_blocks=26)
+async def test_a_small_cache_preempts_and_everybody_ends(offload: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, device, moved, swap_out = tiny("llama"), FakeDevice(), [], SwapBuffer.swap_out
+
+    def spy(self: SwapBuffer, swaps: Any) -> None:
+        moved.extend(swaps)
+        swap_out(self, swaps)
+
+    monkeypatch.setattr(SwapBuffer, "swap_out", spy)
+    requests = plain((30, 28, 25, 22), 20)
+    done, runner = await served(model, accelerator(device), requests, num_blocks=26, cpu_offload_space=offload)
+    assert (choices_of(runner)["cpu_offload_space"].value == "off") == (offload == 0.0) == (not moved)
     expected = [generate(model, request["prompt"], 20) for request in plain((30, 28, 25, 22))]
     assert [list(one.token_ids) for one in done] == expected
 

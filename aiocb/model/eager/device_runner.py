@@ -119,6 +119,8 @@ class DeviceRunner(TorchRunner):
             self._close_linears()
             if "_cache" in self.__dict__:  # the next one is to have this memory
                 self._cache.close()
+                if self._swap is not None:
+                    self._swap.close()
 
     def _accelerate(self, config: EngineConfig) -> list[Choice]:
         """Decide on each of the faster ways, and try it."""
