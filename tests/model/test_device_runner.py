@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ from aiocb.engine.engine import Engine
 from aiocb.errors import ConfigError, RequestFailed
 from aiocb.model.eager.device_runner import Accelerator, DeviceRunner
 from aiocb.model.eager.runner import TorchRunner
+from aiocb.model.swap import SwapBuffer
 from aiocb.sampling.sampler import Sampler
 from aiocb.sampling_params import ModelDefaults
 from aiocb.testing import assert_quiescent
@@ -168,9 +170,11 @@ async def test_steps_that_need_history_wait_and_say_so() -> None:
     async with engine_of(lambda _: made.append(runner_of(model, accelerator(device))) or made[0]) as engine:  # type: ignore[func-returns-value]
         pipeline = made[0]._pipeline
         assert pipeline is not None
-        before = pipeline.num_slow
+        before, launched, waited = pipeline.num_slow, device.num_launches, device.num_waits
         await engine.generate(prompt(5), max_new_tokens=6)
-        assert pipeline.num_slow == before and pipeline.num_fast > 6
+        assert pipeline.num_slow == before
+        # A step is one upload and one transfer back; one more may have been under way when the last token came.
+        assert 6 <= device.num_waits - waited <= device.num_launches - launched <= 6 + 2
         await engine.generate(prompt(5), max_new_tokens=6, repetition_penalty=1.2)
         assert pipeline.num_slow >= before + 6 and "history" in pipeline.why_slow
 
@@ -225,10 +229,19 @@ async def test_one_that_fails_in_flight_fails_alone() -> None:
             assert list(completion.token_ids) == expected
 
 
+@pytest.mark.parametrize("offload", [0.0, 0.001])
 @pytest.mark.asyncio
-async def test_a_small_cache_preempts_and_everybody_ends() -> None:
-    model, device = tiny("llama"), FakeDevice()
-    done, _ = await served(model, accelerator(device), plain((30, 28, 25, 22), 20), num_blocks=26)
+async def test_a_small_cache_preempts_and_everybody_ends(offload: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, device, moved, swap_out = tiny("llama"), FakeDevice(), [], SwapBuffer.swap_out
+
+    def spy(self: SwapBuffer, swaps: Any) -> None:
+        moved.extend(swaps)
+        swap_out(self, swaps)
+
+    monkeypatch.setattr(SwapBuffer, "swap_out", spy)
+    requests = plain((30, 28, 25, 22), 20)
+    done, runner = await served(model, accelerator(device), requests, num_blocks=26, cpu_offload_space=offload)
+    assert (choices_of(runner)["cpu_offload_space"].value == "off") == (offload == 0.0) == (not moved)
     expected = [generate(model, request["prompt"], 20) for request in plain((30, 28, 25, 22))]
     assert [list(one.token_ids) for one in done] == expected
 
@@ -432,6 +445,28 @@ class TestSelfCheck:
         assert attention.value == "sdpa" and "not varlen" in attention.reason
         assert [list(one.token_ids) for one in done] == [generate(model, one["prompt"], NEW) for one in plain((4, 19))]
 
+    def test_memory_of_what_is_not_taken_is_free_for_the_next(self) -> None:
+        first: list[weakref.ref[Tensor]] = []
+
+        class Wrong(VarlenBackend):
+            name = "flash_attention_3"
+
+            def allocate(self, *args: Any) -> Any:
+                storage = super().allocate(*args)
+                first.append(weakref.ref(storage.key))
+                return storage
+
+        class Right(VarlenBackend):
+            def allocate(self, *args: Any) -> Any:
+                assert len(first) == 2 and not any(pages() is not None for pages in first)
+                return super().allocate(*args)
+
+        backends = {
+            "flash_attention_3": lambda: fake_device._on_cpu(Wrong(BrokenKernel("all"))),
+            "varlen": lambda: fake_device._on_cpu(Right(twins.varlen_attn)),
+        }
+        assert choices_of(runner_of(tiny("llama"), accelerator(backends=backends)))["attention"].value == "varlen"
+
     def test_attention_that_was_asked_for_is_refused_instead(self) -> None:
         with pytest.raises(ConfigError, match="differ"):
             runner_of(tiny("llama"), accelerator(backends=with_varlen(BrokenKernel("all"))), attention="varlen")
@@ -512,7 +547,7 @@ async def test_weights_that_have_changed_are_seen_by_what_was_recorded() -> None
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.asyncio
 async def test_random_lives_end_as_on_the_host(seed: int) -> None:
-    """Lengths, sampling, ends, leaving at random, in a cache that is too small: whoever stays gets his own tokens."""
+    """Lengths, sampling, ends and leaving at random, in too small a cache: whoever stays gets his own tokens."""
     model, device, random = tiny("llama"), FakeDevice(), Random(seed)
     requests: list[dict[str, Any]] = []
     for number in range(20):

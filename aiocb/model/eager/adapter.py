@@ -421,7 +421,9 @@ class ModelAdapter:
             past = positions[0] - torch.arange(positions.shape[1], device=positions.device)
             answering = answering._replace(past=past)
         with entered(answering):
-            logits: Tensor = (call or self.view.model)(input_ids=input_ids, **values).logits  # [1, N, V]
+            logits: Tensor = (self.view.model if call is None else call)(
+                input_ids=input_ids, **values
+            ).logits  # [1, N, V]
         if not self._takes_logit_rows:
             logits = logits.index_select(1, logit_rows)
         return logits[0]

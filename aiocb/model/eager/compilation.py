@@ -6,6 +6,7 @@ lies between.
 
 from __future__ import annotations
 
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,6 +52,14 @@ def _options(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def compiled(model: Any, options: Mapping[str, Any], compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a module; the work is done by its first calls, which may fail."""
+    """Compile a module of a view; the work is done by its first calls, which may fail.
+
+    Dynamo takes plain dictionaries of hooks only: those that the owner registers later are seen when the model is
+    looked at anew, not at once.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, ChainMap):
+                module.__dict__[name] = OrderedDict(value)
     made: Callable[..., Any] = compiler(model, **options)
     return made

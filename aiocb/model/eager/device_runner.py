@@ -116,7 +116,11 @@ class DeviceRunner(TorchRunner):
                 if config.attention is not None or self._tried in ("", "sdpa"):
                     raise
                 self._failed[self._tried] = str(error)
-                self._close_linears()
+            self._close_linears()
+            if "_cache" in self.__dict__:  # the next one is to have this memory
+                self._cache.close()
+                if self._swap is not None:
+                    self._swap.close()
 
     def _accelerate(self, config: EngineConfig) -> list[Choice]:
         """Decide on each of the faster ways, and try it."""
@@ -125,7 +129,7 @@ class DeviceRunner(TorchRunner):
         if reason is None:
             reason = self._start_pipeline(config)
         if reason is not None:
-            self._pipeline = None
+            self._drop()
             for name in config.accelerator_settings():
                 logger.warning("%s has no effect: %s", name, reason)
             return [Choice("decode_path", "off", reason)]
@@ -320,6 +324,10 @@ class DeviceRunner(TorchRunner):
         """Free everything. Idempotent."""
         if self._pipeline is not None:
             self._pipeline.release()
-            self._pipeline = None
-            del self._forwards, self._tables
+        self._drop()
         super().close()
+
+    def _drop(self) -> None:
+        self._pipeline = None
+        for name in ("_forwards", "_tables"):
+            self.__dict__.pop(name, None)

@@ -1,7 +1,7 @@
 """Steps that were recorded for replay, by shape. Worker thread only.
 
 Recorded before traffic and never in the middle of it: a shape that is missing runs as it is. Each recording has its own
-numbers, which are written before it is replayed, and its own logits, which the next replay overwrites. Whatever
+numbers, which are written before it is replayed; all write their logits to one place. Whatever
 a step leaves unfilled is padding: rows that lead to the scratch block, each of them with tokens of its own.
 """
 
@@ -138,6 +138,7 @@ class Graphs:
         self._scratch_row = scratch_row
         self._limit = limit
         self._recorded: dict[StepShape, _Recorded] = {}
+        self._logits: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -151,16 +152,25 @@ class Graphs:
         Raises:
             RuntimeError: one of them cannot be recorded.
         """
+        shapes = list(shapes)
+        num_rows = max((shape.num_rows for shape in shapes), default=0)
         for shape in sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_keys), reverse=True):
             if shape in self._recorded:
                 continue
             nothing = StepShape(0, 0, 1, ())
             numbers = padded_numbers(np.zeros(1, np.int32), nothing, shape, self._scratch_row)
             static = torch.from_numpy(numbers).to(self._device.kind)
-            recording, logits = self._device.record(functools.partial(self._forward, shape, static))
+            recording, logits = self._device.record(functools.partial(self._kept, shape, static, num_rows))
             while len(self._recorded) >= self._limit:
                 self._recorded.pop(next(iter(self._recorded)))
             self._recorded[shape] = _Recorded(static, logits, recording)
+
+    def _kept(self, shape: StepShape, static: Tensor, num_rows: int) -> Tensor:
+        """Run the model, and put its logits where those of all recordings go: they are as large as all else."""
+        logits = self._forward(shape, static)
+        if self._logits is None:  # at the first warm-up, before anything is recorded
+            self._logits = logits.new_zeros(num_rows, logits.shape[1])
+        return self._logits[: shape.num_rows].copy_(logits)
 
     def padded(self, shape: StepShape) -> StepShape | None:
         """The smallest recorded shape that a step can be padded to; None where there is none."""
