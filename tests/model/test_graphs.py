@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aiocb.attention.base import LayerSpec
 from aiocb.attention.varlen import VarlenBackend
-from aiocb.model.eager.graphs import MAX_GRAPHS, Graphs, Padding, padded_numbers
+from aiocb.model.eager.graphs import MAX_GRAPHS, MAX_KEYS, Graphs, Padding, padded_numbers
 from aiocb.model.eager.tables import DeviceStep, DeviceTables, StepShape
 from aiocb.step import CacheGroup, CacheLayout
 from tests.attention import twins
@@ -59,7 +59,7 @@ class TestPadding:
         shapes = padding._replace(kv_interval=16384).shapes()
         assert len(shapes) <= MAX_GRAPHS
         assert max(shape.num_rows for shape in shapes if shape.max_queries == 1) == 512
-        assert max(shape.num_keys for shape in shapes) == (1 << 22,)
+        assert max(shape.num_keys for shape in shapes) == (MAX_KEYS,)
 
     @pytest.mark.parametrize(
         ("shape", "fits"),

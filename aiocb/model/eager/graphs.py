@@ -1,8 +1,8 @@
 """Steps that were recorded for replay, by shape. Worker thread only.
 
 Recorded before traffic and never in the middle of it: a shape that is missing runs as it is. Each recording has its own
-numbers, which are written before it is replayed; all write their logits to one place. Whatever
-a step leaves unfilled is padding: rows that lead to the scratch block, each of them with tokens of its own.
+numbers, which are written before it is replayed; all write their logits to one place. Whatever a step leaves unfilled
+is padding: rows that lead to the scratch block, each of them with tokens of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ MAX_GRAPHS = 64
 
 MIN_KEYS = 1024
 """Gathered keys of the smallest recording."""
+
+MAX_KEYS = 1 << 18
+"""And of the largest: what is gathered for a layer takes memory that requests could have; larger steps run as they are,
+and launching them is little of their time."""
 
 Forward = Callable[[StepShape, Tensor], Tensor]
 """From a shape and its numbers to logits [R, V]."""
@@ -93,7 +97,7 @@ class Padding(NamedTuple):
             return [()]
         size = min(MIN_KEYS, self.kv_interval)
         sizes = [size]
-        while size < self.max_keys:
+        while size < min(self.max_keys, MAX_KEYS):
             size = size * 2 if size * 2 <= self.kv_interval else _round_up(size * 2, self.kv_interval)
             sizes.append(size)
         return [(size,) * self.num_groups for size in sizes]
