@@ -19,12 +19,13 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aiocb.config import Choice
 from aiocb.records import Record
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import NULL_BLOCK, BlockCopy, CacheLayout, StateCopy, StepEntry, StepPlan, StepResult
+from aiocb.step import NULL_BLOCK, CacheLayout, StepEntry, StepPlan, StepResult
+from aiocb.testing.memory import Flight, OracleMemory
 from aiocb.testing.records import CheckedRecords, KVMismatch, fake_result, simple_layout
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["KVOracle"]
 
 _MASK = (1 << 64) - 1
-_FRESH = (0, 0)
-_SNAPSHOT = -1  # who a slot belongs to that nobody lives in
 
 
 class _Seen:
@@ -63,16 +62,6 @@ class _Seen:
         for position in range(len(history), end):
             history.append(_extend(history[-1] ^ realm if history else 0, position, tokens[position]) ^ realm)
         return history
-
-
-class _Flight(NamedTuple):
-    """A plan in flight; `blocks` and `slots` say whom it reads and writes them for (by group and block; by slot)."""
-
-    plan: StepPlan
-    records: list[Record]
-    result: StepResult
-    blocks: dict[tuple[int, int], int]
-    slots: dict[int, int]
 
 
 class KVOracle:
@@ -118,14 +107,9 @@ class KVOracle:
         self._interrupt = interrupt
         self._salt_of = salt_of
         self._version = 0
-        self._pages: list[list[list[int]]] = [
-            [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
-        ]
-        self._places: dict[tuple[int, int], Sequence[int]] = {}  # by group and place
-        states = self.cache_layout.states
-        self._states: list[tuple[int, int]] = [_FRESH] * (0 if states is None else states.num_slots)
+        self._memory = OracleMemory(self.cache_layout)
         self._records = CheckedRecords(len(self.cache_layout.groups))  # each `state` is a `_Seen`
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self.num_steps = 0
         self.num_tokens = 0
         self.max_requests = 0
@@ -208,7 +192,7 @@ class KVOracle:
             salt = self._salt_of(opened.request_id)
             self._records[opened.request_id].state = _Seen(salt, self._realm(salt))
         self._check_plan(plan, records)
-        flight = _Flight(plan, records, StepResult(()), {}, {})
+        flight = Flight(plan, records, StepResult(()), {}, {})
         self._flights.append(flight._replace(result=self._run(flight)) if plan.entries else flight)
         return plan
 
@@ -252,27 +236,28 @@ class KVOracle:
             if not (entry.is_sampled + len(entry.draft_token_ids)) <= entry.num_logits <= entry.num_new_tokens:
                 raise KVMismatch(f"{who} has {entry.num_logits} logit rows")
 
-    def _run(self, flight: _Flight) -> StepResult:
+    def _run(self, flight: Flight) -> StepResult:
         """Execute a plan; its `blocks` and `slots` are filled."""
-        plan, records, _, blocks, slots = flight
+        plan, records, _, blocks, _ = flight
+        memory, others = self._memory, self._flights
         errors = (self._errors(plan) if self._errors is not None else None) or {}
         rows = list(zip(plan.entries, records, strict=True))
         if plan.swaps_out or plan.swaps_in:
-            self._swap(plan, records)
-        self._copy(plan.copies_before)
-        if self._states:
-            self._restore(plan.states_before, records, slots)
+            memory.swap(flight, others)
+        memory.copy(plan.copies_before)
+        if memory.states:
+            memory.restore(flight, others, self._records)
         # All writes come before all reads, as in a model's layer.
         written: set[tuple[int, int, int]] = set()
         for entry, record in rows:
             self._write(entry, record, written)
         for entry, record in rows:
             self._read(entry, record, blocks)
-            if self._states:
-                self._go_on(entry, record)
-        self._copy(plan.copies_after)
-        if self._states:
-            self._put_aside(plan.states_after, records, slots)
+            if memory.states:
+                memory.go_on(entry, record, record.state.history)
+        memory.copy(plan.copies_after)
+        if memory.states:
+            memory.put_aside(flight, others, self._records)
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         self.max_requests = max(self.max_requests, len(plan.entries))
@@ -285,73 +270,6 @@ class KVOracle:
             seen.ahead += token_ids[-1]
             del seen.history[_known_end(entry) :]
         return fake_result(plan, records, token_ids, errors)
-
-    def _swap(self, plan: StepPlan, records: Sequence[Record]) -> None:
-        """Move blocks to places of the swap space, and from there to others that requests of this plan hold."""
-        held = {(g, block) for record in records for g, table in enumerate(record.tables) for block in table}
-        held |= {(len(self._pages), record.state_slot) for record in records}
-        named = [flight for flight in self._flights if flight.plan.entries]
-        read = {(swap.group, swap.place) for flight in named for swap in flight.plan.swaps_in}
-        for group, block, place in plan.swaps_out:
-            if block == NULL_BLOCK or not 0 <= place < self.cache_layout.swap_places[group] or (group, place) in read:
-                raise KVMismatch(f"block {block} of group {group} is moved to place {place}, which is in use")
-            is_state = group == len(self._pages)
-            self._places[group, place] = self._states[block] if is_state else list(self._pages[group][block])
-        for group, block, place in plan.swaps_in:
-            is_named = any((group, block) in flight.blocks for flight in named)
-            if block == NULL_BLOCK or is_named or (group, block) not in held:
-                raise KVMismatch(f"place {place} is moved to block {block} of group {group}, which is in use")
-            kept = self._places[group, place]
-            if group < len(self._pages):
-                self._pages[group][block] = list(kept)
-            else:
-                num_tokens, history = kept
-                self._states[block] = num_tokens, history
-
-    def _copy(self, copies: Sequence[BlockCopy]) -> None:
-        for group, source, target in copies:
-            if NULL_BLOCK in (source, target):
-                raise KVMismatch(f"the null block of group {group} is copied")
-            self._pages[group][target] = list(self._pages[group][source])
-
-    def _restore(self, copies: Sequence[StateCopy], records: Sequence[Record], slots: dict[int, int]) -> None:
-        """Copy states before the step, into slots that its requests live in."""
-        live = {record.state_slot: record.request_id for record in records}
-        if NULL_BLOCK in live or len(live) < len(records):
-            raise KVMismatch("a request has no slot of its own")
-        for slot, owner in live.items():
-            if any(flight.slots.get(slot, owner) != owner for flight in self._flights):
-                raise KVMismatch(f"slot {slot} is given away while a plan in flight names it")
-        owners = {record.state_slot: record.request_id for record in self._records}
-        for source, target in copies:
-            if NULL_BLOCK in (source, target) or source == target or target not in live:
-                raise KVMismatch(f"slot {source} is copied to {target} before the step, where nobody of it lives")
-            self._states[target] = self._states[source]
-            slots[source] = owners.get(source, _SNAPSHOT)
-        slots.update(live)
-
-    def _go_on(self, entry: StepEntry, record: Record) -> None:
-        start, end = entry.num_computed_tokens, entry.num_computed_tokens + entry.num_new_tokens
-        history = record.state.history
-        found = self._states[record.state_slot] if start else _FRESH
-        if found != ((start, history[start - 1]) if start else _FRESH):
-            raise KVMismatch(
-                f"request {entry.request_id} computes {start}..{end - 1} from a state that is not its own: slot "
-                f"{record.state_slot}, of {found[0]} tokens"
-            )
-        self._states[record.state_slot] = end, history[end - 1]
-
-    def _put_aside(self, copies: Sequence[StateCopy], records: Sequence[Record], slots: dict[int, int]) -> None:
-        """Copy states after the step, from slots that its requests live in to some that nobody uses."""
-        sources = {record.state_slot for record in records}
-        taken = {NULL_BLOCK, *slots, *(record.state_slot for record in self._records)}
-        taken.update(slot for flight in self._flights for slot in flight.slots)
-        for source, target in copies:
-            if target in taken or source not in sources:
-                raise KVMismatch(f"slot {source} is copied to {target} after the step, which is in use")
-            self._states[target] = self._states[source]
-            slots[target] = _SNAPSHOT
-            taken.add(target)
 
     def expected_output(
         self, prompt: Sequence[int], sampling: SamplingParams, *, max_tokens: int, seed: int = 0
@@ -385,7 +303,7 @@ class KVOracle:
         end = start + entry.num_new_tokens
         history = seen.extend(tokens, end)
         page_size = self.cache_layout.page_size
-        for g, (table, pages) in enumerate(zip(record.tables, self._pages, strict=True)):
+        for g, (table, pages) in enumerate(zip(record.tables, self._memory.pages, strict=True)):
             for position in range(start, end):
                 page, offset = divmod(position, page_size)
                 if page >= len(table) or table[page] == NULL_BLOCK:
@@ -409,7 +327,7 @@ class KVOracle:
                 low, high = max(first, page * page_size), min(end, (page + 1) * page_size)
                 base = page * page_size
                 blocks[g, table[page]] = entry.request_id
-                found = self._pages[g][table[page]][low - base : high - base]
+                found = self._memory.pages[g][table[page]][low - base : high - base]
                 if table[page] == NULL_BLOCK or found != history[low:high]:
                     raise KVMismatch(
                         f"request {entry.request_id} computes {start}..{end - 1} and sees other KV than its own in "
