@@ -42,10 +42,18 @@ __all__ = [
     "StepEntry",
     "StepPlan",
     "StepResult",
+    "first_visible",
 ]
 
 NULL_BLOCK = 0
 """Physical block 0 of every group is never allocated: it stands for a block that fell out of a sliding window."""
+
+
+def first_visible(queries: Any, window: int | None, chunk: int | None) -> Any:
+    """Position of the oldest key that a query sees. queries: a position, or an array of them."""
+    if chunk is not None:
+        return queries // chunk * chunk
+    return queries * 0 if window is None else (queries - window + 1) * (queries >= window)
 
 
 class CacheGroup(NamedTuple):
@@ -56,8 +64,7 @@ class CacheGroup(NamedTuple):
         layers: indices of the model's layers in this group.
         num_blocks: physical blocks, the null block included.
         block_bytes: bytes of one block (one page of K and V for every layer of the group).
-        chunk: a query sees only keys of its own chunk of so many tokens; None is off. Blocks of earlier chunks are
-            kept: for memory such a group is one of full attention.
+        chunk: a query sees only keys of its own chunk of so many tokens, up to itself; None is off.
     """
 
     window: int | None
@@ -65,6 +72,16 @@ class CacheGroup(NamedTuple):
     num_blocks: int
     block_bytes: int
     chunk: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a query sees, or None for all before it: keys behind that are given back."""
+        return self.window if self.chunk is None else self.chunk
+
+    def first_visible(self, query: int) -> int:
+        """Position of the oldest key that a query sees."""
+        first: int = first_visible(query, self.window, self.chunk)
+        return first
 
 
 class StateLayout(NamedTuple):

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from aiocb.step import first_visible
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -32,7 +34,6 @@ __all__ = [
     "KVFormat",
     "LayerSpec",
     "StepBatch",
-    "first_visible",
 ]
 
 Alibi = Literal["exact", "rounded"]
@@ -73,13 +74,6 @@ class LayerSpec(NamedTuple):
     is_gathered: bool = False
     chunk: int | None = None
     alibi: Alibi | None = None
-
-
-def first_visible(queries: Any, window: int | None, chunk: int | None) -> Any:
-    """Position of the oldest key that a query sees. queries: a position, or an array of them."""
-    if chunk is not None:
-        return queries // chunk * chunk
-    return queries * 0 if window is None else (queries - window + 1) * (queries >= window)
 
 
 class KVFormat(NamedTuple):

@@ -26,7 +26,7 @@ from itertools import repeat
 from aiocb.cache.blocks import BlockPool
 from aiocb.cache.prefix import PrefixIndex
 from aiocb.cache.sequence import CachedSequence
-from aiocb.step import NULL_BLOCK, CacheLayout
+from aiocb.step import NULL_BLOCK, CacheGroup, CacheLayout
 
 __all__ = ["BlockTables"]
 
@@ -43,7 +43,8 @@ class BlockTables:
         self.page_size = layout.page_size
         self.pools = tuple(BlockPool(group.num_blocks) for group in layout.groups)
         self.indices = tuple(PrefixIndex(pool) for pool in self.pools)
-        self.windows = tuple(group.window for group in layout.groups)
+        # A group whose keys are given back behind a window, or before a chunk; None where all are kept.
+        self.windows = tuple(None if group.reach is None else group for group in layout.groups)
         self._sliding = tuple(g for g, window in enumerate(self.windows) if window is not None)
 
     # What fits
@@ -179,10 +180,12 @@ class BlockTables:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.page_size)
 
-    def first_block(self, window: int | None, position: int) -> int:
-        """First logical block that the query at `position` can see (`position - window < key <= position`)."""
-        return 0 if window is None or position < window else (position - window + 1) // self.page_size
+    def first_block(self, window: CacheGroup | None, position: int) -> int:
+        """First logical block that the query at `position` can see: of its window, or of its chunk."""
+        return 0 if window is None else window.first_visible(position) // self.page_size
 
-    def _most_blocks(self, window: int | None, blocks: int, max_chunk: int) -> int:
+    def _most_blocks(self, window: CacheGroup | None, blocks: int, max_chunk: int) -> int:
         """Most blocks held at once while so many are computed in chunks: a sliding group holds window and chunk."""
-        return blocks if window is None else min(blocks, self.num_pages(window - 1 + max_chunk - 1) + 1)
+        if window is None or window.reach is None:
+            return blocks
+        return min(blocks, self.num_pages(window.reach - 1 + max_chunk - 1) + 1)

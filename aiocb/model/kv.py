@@ -117,8 +117,8 @@ def choose_layout(
         num_tokens = num_pages * page_size
         num_requests = max(num_tokens // CPU_TOKENS_PER_REQUEST, 1)
         held = (
-            num_tokens if window is None else min(num_tokens, num_requests * (window + chunk + 2 * page_size))
-            for window, *_ in groups
+            min(num_tokens, num_requests * (reach + chunk + 2 * page_size)) if reach else num_tokens
+            for reach in (window or chunk_size for window, chunk_size, _ in groups)
         )
         return [-(-tokens // page_size) for tokens in held]
 

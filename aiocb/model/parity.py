@@ -132,11 +132,11 @@ def _far_length(model: Any, runner: Checked) -> tuple[int, str]:
 
 
 def _far_tables(layout: CacheLayout, length: int) -> tuple[tuple[int, ...], ...] | None:
-    """Block tables of such a prompt: those of a window use its blocks again and again. None where they do not fit."""
+    """Block tables of such a prompt, blocks of a window or chunk again and again. None where they do not fit."""
     num_pages, tables = -(-length // layout.page_size), []
     for group in layout.groups:
         usable = group.num_blocks - 1
-        needed = num_pages if group.window is None else -(-group.window // layout.page_size) + 3
+        needed = num_pages if group.reach is None else -(-group.reach // layout.page_size) + 3
         if usable < min(needed, num_pages):
             return None
         tables.append(tuple(1 + page % usable for page in range(num_pages)))
@@ -149,10 +149,8 @@ def _far_error(model: Any, runner: Checked, length: int) -> float:
     tokens = [ids[place * place * 7 % 61 * (1 + place // 61) % 61] for place in range(length)]
     tables = _far_tables(layout, length)
     assert tables is not None
-    # No chunk may be longer than the blocks of a window are many, less the window.
-    rooms = [
-        (group.num_blocks - 2) * layout.page_size - group.window for group in layout.groups if group.window is not None
-    ]
+    # No step may be longer than the blocks of a window are many, less the window.
+    rooms = [(group.num_blocks - 2) * layout.page_size - group.reach for group in layout.groups if group.reach]
     chunk = max(min([length // 2, *rooms]), 1)
     stops = [*range(chunk, length - COMPARED, chunk), length - COMPARED, length - 3, length - 2, length - 1, length]
     slot = 0 if layout.states is None else 1
@@ -225,6 +223,8 @@ def _own_logits(model: Any, tokens: list[int], num_last: int | None = None) -> T
         view.name_attention("eager")  # others refuse a soft cap
     own = view.model
     options = {"logits_to_keep": num_last} if num_last is not None and _keeps_logits(own) else {}
+    if num_last is not None:  # a dynamic rotation that has grown with what its owner did goes back to where it began
+        own(input_ids=torch.tensor([tokens[:1]], device=own.device), use_cache=False)
     logits: Tensor = own(input_ids=torch.tensor([tokens], device=own.device), use_cache=False, **options).logits[0]
     logits = logits[-(num_last or len(tokens)) :].float()
     if not logits.isfinite().all():

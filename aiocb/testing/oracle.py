@@ -322,7 +322,7 @@ class KVOracle:
         end = start + entry.num_new_tokens
         page_size = self.cache_layout.page_size
         for g, (group, table) in enumerate(zip(self.cache_layout.groups, record.tables, strict=True)):
-            first = 0 if group.window is None else max(0, start - group.window + 1)
+            first = group.first_visible(start)
             for page in range(first // page_size, -(-end // page_size)):
                 low, high = max(first, page * page_size), min(end, (page + 1) * page_size)
                 base = page * page_size

@@ -74,6 +74,7 @@ def simple_layout(
     *,
     page_size: int = 4,
     windows: Sequence[int | None] = (None,),
+    is_chunked: bool = False,
     num_slots: int = 0,
     interval: int | None = None,
     swap_places: int | Sequence[int] = 0,
@@ -84,13 +85,14 @@ def simple_layout(
         num_blocks: blocks per group, the null block included; one number for all groups, or one each.
         page_size: tokens per block.
         windows: one group for each: its sliding window, or None for full attention.
+        is_chunked: the windows are chunks.
         num_slots: of states, the null slot included; 0 for a model without states.
         interval: tokens from one snapshot of a state to the next; None: 8 pages.
         swap_places: of the swap space, per group, and as many for states; 0 for none.
     """
     counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
     groups = (
-        CacheGroup(window, (layer,), count, page_size)
+        CacheGroup(None if is_chunked else window, (layer,), count, page_size, window if is_chunked else None)
         for layer, (window, count) in enumerate(zip(windows, counts, strict=True))
     )
     states = StateLayout(num_slots, page_size, interval or 8 * page_size) if num_slots else None

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from aiocb.attention.base import Attention, GroupTables, LayerSpec, StepBatch, first_visible
+from aiocb.attention.base import Attention, GroupTables, LayerSpec, StepBatch
 from aiocb.attention.cpu import CpuBackend
 from aiocb.attention.reference import ReferenceBackend
 from aiocb.attention.sdpa import SdpaBackend
 from aiocb.kernels import KernelError, Library
 from aiocb.kernels.generic import GenericKernels
+from aiocb.step import first_visible
 
 PAGE = 16
 NUM_BLOCKS = 64

@@ -209,8 +209,8 @@ class ManualScheduler:
     def _grow(self, sequence: ManualSequence, upto: int) -> None:
         size = self.layout.page_size
         for group, free, table in zip(self.layout.groups, self.free, sequence.tables):
-            if group.window is not None:
-                for index in range(max(0, sequence.num_computed - group.window + 1) // size):
+            if group.reach is not None:
+                for index in range(group.first_visible(sequence.num_computed) // size):
                     if index < len(table) and table[index] != NULL_BLOCK:
                         free.append(table[index])
                         table[index] = NULL_BLOCK

@@ -774,8 +774,9 @@ def test_logprobs_travel_with_their_token() -> None:
 
 @pytest.mark.parametrize("length", [4, 5, 6, 7, 8, 11, 12, 13, 30])
 @pytest.mark.parametrize("windows", [(6,), (None, 6), (4, None, 9)])
-def test_window_edges(windows: tuple[int | None, ...], length: int) -> None:
-    h = Harness(num_blocks=14, windows=windows, max_batch_tokens=8)
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_window_edges(windows: tuple[int | None, ...], length: int, is_chunked: bool) -> None:
+    h = Harness(num_blocks=14, windows=windows, is_chunked=is_chunked, max_batch_tokens=8)
     h.add(prompt(length), 12)
     h.add(prompt(length), 12)
     h.run()
@@ -784,11 +785,25 @@ def test_window_edges(windows: tuple[int | None, ...], length: int) -> None:
     h.assert_quiescent()
 
 
-def test_a_long_prompt_passes_through_a_small_sliding_pool() -> None:
-    h = Harness(num_blocks=[40, 4], windows=(None, 8), max_batch_tokens=64)
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_long_prompt_passes_through_a_small_sliding_pool(is_chunked: bool) -> None:
+    h = Harness(num_blocks=[40, 4], windows=(None, 8), is_chunked=is_chunked, max_batch_tokens=64)
     h.add(prompt(100), 20)
     h.run()
     assert h.oracle.max_tokens < 64
+    h.assert_quiescent()
+
+
+def test_blocks_of_earlier_chunks_are_given_back() -> None:
+    h = Harness(num_blocks=32, windows=(8,), is_chunked=True, max_batch_tokens=64)
+    request = h.add(prompt(13), 8)
+    held = []
+    while request.finish_reason is None:
+        h.step()
+        if request.tables:
+            held.append(sum(block != 0 for block in request.tables[0]))
+    # Positions 13 to 15 are in the second chunk of two pages; at 16 a third one begins with a page of its own.
+    assert held == [2, 2, 2, 2, 1, 1, 1]
     h.assert_quiescent()
 
 

@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import GroupTables, StepBatch, first_visible
+from aiocb.attention.base import GroupTables, StepBatch
 from aiocb.model.eager.recurrence import PackedRows
 from aiocb.model.eager.rotary import Lengths
 from aiocb.records import Record
-from aiocb.step import CacheLayout, LengthSwitch, StepEntry
+from aiocb.step import CacheLayout, LengthSwitch, StepEntry, first_visible
 
 __all__ = ["PackedStep", "pack"]
 

@@ -40,7 +40,8 @@ class OwnAttention(NamedTuple):
     """One class.
 
     Attributes:
-        forward: called with the module, what attends, and all arguments of the module's own forward by name.
+        forward: called with the module, what attends, and the arguments of the module's own forward by name, as far
+            as they are given.
         is_causal: it hides what comes later by itself; else the mask that it is given has to say so.
         needs_mask: the model around it cannot do without a mask.
         slopes: of its heads, where it has ALiBi.
@@ -123,7 +124,7 @@ def _mpt(module: Any, attend: Attend, arguments: dict[str, Any]) -> Any:
     if module.clip_qkv:
         mixed = mixed.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = (_heads(part, module.n_heads) for part in mixed.chunk(3, dim=2))
-    alibi = None if arguments["position_bias"] is None else "exact"
+    alibi = None if arguments.get("position_bias") is None else "exact"
     return module.out_proj(attend(query, key, value, module.softmax_scale, alibi=alibi)), None
 
 
@@ -133,7 +134,7 @@ def _falcon(module: Any, attend: Attend, arguments: dict[str, Any]) -> Any:
     parts = fused.view(*fused.shape[:-1], kv_heads, heads // kv_heads + 2, module.head_dim)  # queries, key, value
     query, key, value = parts[..., :-2, :].flatten(2, 3), parts[..., -2, :], parts[..., -1, :]
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-    if arguments["alibi"] is not None:
+    if arguments.get("alibi") is not None:
         return module.dense(attend(query, key, value, module.inv_norm_factor, alibi="rounded")), None
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query, key = rotate(query, key, *arguments["position_embeddings"])
@@ -210,9 +211,9 @@ def _replaced(
     module: Any, known: OwnAttention, number: int, answering: Callable[[], Handler | None]
 ) -> Callable[..., Any]:
     own, slopes = type(module).forward, known.slopes(module)
-    signature = inspect.signature(own)
-    names = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))
-    layer: int = next((index for index in names if index is not None), number)
+    names = tuple(inspect.signature(own).parameters)[1:]
+    indices = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))
+    layer: int = next((index for index in indices if index is not None), number)
     placed: dict[torch.device, Tensor | None] = {}
 
     def attend(
@@ -233,9 +234,7 @@ def _replaced(
         handler = answering()
         if handler is None:
             return own(module, *args, **kwargs)
-        arguments = signature.bind(module, *args, **kwargs)
-        arguments.apply_defaults()
-        named = {**arguments.arguments, **arguments.arguments.get("kwargs", {})}
+        named = {**dict(zip(names, args)), **kwargs}
         answer = functools.partial(attend, handler=handler, mask=named.get("attention_mask"))
         return known.forward(module, answer, named)
 
