@@ -12,6 +12,7 @@ from torch import nn
 from aiocb.attention.base import KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.model.eager.packing import _next_delta, _next_input
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.eager.scans import continue_scan
 from aiocb.model.eager.slots import choose_states, layout_without_keys
@@ -146,12 +147,53 @@ def test_all_that_decode_are_one_call() -> None:
     for number in range(3):
         scheduler.add(prompt(5, number), 4)
     scheduler.step()
-    assert shapes == [(1, 5, 64)] * 3
+    assert shapes == [(1, 15, 64)]
     scheduler.add(prompt(1), 3, start_step=1)
     scheduler.add(prompt(9), 3, start_step=1)
     scheduler.step()
-    assert shapes[3:] == [(3, 1, 64), (1, 1, 64), (1, 9, 64)]
+    assert shapes[1:] == [(3, 1, 64), (1, 10, 64)]
+    for length in (2, 3, 40):  # so unequal that filling up would cost more
+        scheduler.add(prompt(length), 3, start_step=2)
+    scheduler.step()
+    assert shapes[3:] == [(5, 1, 64), (1, 2, 64), (1, 3, 64), (1, 40, 64)]
     runner.close()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2", "falcon_h1"])
+def test_prompts_in_one_call_keep_apart(name: str) -> None:
+    model = tiny(name, **STATES[name])
+    runner = build(model)
+    for tensor in tensors_of(runner).values():
+        tensor.fill_(math.nan)
+    assert all(mixer.can_pack for mixer in runner._adapter.mixers)
+    prompts = [prompt(length, seed) for seed, length in enumerate((9, 12, 7, 2, 11))]
+    scheduler = ManualScheduler(runner, chunk=5)
+    for index, tokens in enumerate(prompts):
+        scheduler.add(tokens, NUM_NEW, start_step=index // 3)
+    assert scheduler.run() == [generate(model, tokens, NUM_NEW) for tokens in prompts]
+    runner.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_token_of_the_gated_delta_rule(dtype: torch.dtype) -> None:
+    from transformers.models.qwen3_next import modeling_qwen3_next as own
+
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 3, 1, 2, 8, dtype=dtype)
+    value, (g, beta) = torch.randn(3, 1, 4, 6, dtype=dtype), torch.rand(2, 3, 1, 4)
+    state, rule = torch.randn(3, 4, 8, 6), own.torch_recurrent_gated_delta_rule
+    options: Any = {"g": -g, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    expected = rule(query, key, value, initial_state=state, **options)
+    given = _next_delta(rule)(query, key, value, initial_state=state.clone(), **options)
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    weight, inputs, before = torch.randn(5, 4, dtype=dtype), torch.randn(3, 5, 1, dtype=dtype), torch.randn(3, 5, 4)
+    states = before.to(dtype).clone(), before.to(dtype).clone()
+    for bias in (None, torch.randn(5, dtype=dtype)):
+        update = own.causal_conv1d_update
+        expected = update(inputs, states[0], weight, bias, "silu")
+        torch.testing.assert_close(_next_input(update)(inputs, states[1], weight, bias, "silu"), expected)
+        torch.testing.assert_close(*states)
 
 
 def test_a_scan_goes_on_from_any_state() -> None:

@@ -34,7 +34,7 @@ from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.mixers import Mixer, Watch, attend_outside, explain, learn_mixers, split
 from aiocb.model.eager.own_attention import needs_masks, take_over
 from aiocb.model.eager.own_states import keep_states
-from aiocb.model.eager.parts import make_parts
+from aiocb.model.eager.parts import make_packed_parts, make_parts
 from aiocb.model.eager.passes import Pass, current, entered
 from aiocb.model.eager.positions import learn_tables, sequence_bound
 from aiocb.model.eager.states import StateKey, StateSpec, StateStorage
@@ -336,12 +336,13 @@ class ModelAdapter:
         """Pack the entries of a plan, and run the model over pages and slots: logits [N, V]."""
         packed = pack(entries, records, cache.layout, self.device, self.dtype)
         handler = PagedHandler(backend, cache, self.specs, packed.batch)
-        parts = single_parts = None
+        parts = single_parts = packed_parts = None
         if self.mixers:
             make = functools.partial(make_parts, packed, backend, cache, storage, self.view.model.dtype)
             parts = make()
             single_parts = make(one_by_one=True) if any(mixer.is_single for mixer in self.mixers) else None
-        answering = Pass(handler, packed.positions, 0, parts, single_parts)
+            packed_parts = make_packed_parts(packed, parts, storage)
+        answering = Pass(handler, packed.positions, 0, parts, single_parts, packed_parts)
         return self._answered(packed.input_ids, packed.logit_rows, answering)
 
     def forward(

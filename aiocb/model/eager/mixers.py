@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 from aiocb.config import Choice
 from aiocb.model.eager.handlers import Recorder
 from aiocb.model.eager.masks import NotPlainError
+from aiocb.model.eager.packing import can_pack, decoding, packed
 from aiocb.model.eager.passes import Part, current, entered
 from aiocb.model.eager.scans import continued
 from aiocb.model.eager.survey import Outside, Surveyor
@@ -57,6 +58,7 @@ class Mixer(NamedTuple):
         result: of what it returns.
         attends: why it attends in parts; empty where it only keeps a state.
         is_single: no two requests in one call.
+        can_pack: several prompts can be one call.
     """
 
     module: nn.Module
@@ -64,6 +66,7 @@ class Mixer(NamedTuple):
     result: _Dims
     attends: str = ""
     is_single: bool = False
+    can_pack: bool = False
 
 
 class _Call(NamedTuple):
@@ -141,7 +144,8 @@ def learn_mixers(first: Watch, second: Watch) -> list[Mixer]:
         one, other = first.calls[module], second.calls[module]
         args, kwargs, result = (_dims(*pair, lengths, name, is_own=bool(why)) for pair in zip(one, other, strict=True))
         is_single = module in surveyor.alone or _DISTANCES in (args or ()) or _DISTANCES in (kwargs or {}).values()
-        mixers.append(Mixer(module, (args, kwargs), result, why, is_single))
+        packs = not why and can_pack(module.forward, module, [*recorder.owners[module]])
+        mixers.append(Mixer(module, (args, kwargs), result, why, is_single, packs))
     return mixers
 
 
@@ -181,6 +185,8 @@ def _or_none(found: list[_Dims]) -> _Dims:
 def split(mixer: Mixer) -> None:
     """Call the mixer in the parts of a step, from now on; hooks run around the whole of it as before."""
     module, own = mixer.module, continued(mixer.module.forward)
+    own_packed = packed(module.forward) if mixer.can_pack else None
+    own_decoding = decoding(module.forward) or own
     (args_dims, kwargs_dims), result_dims = mixer.arguments, mixer.result
     # Some modules look at the name of their attention before they hide anything.
     attends = functools.partial(_named, module.config, "eager") if mixer.attends else nullcontext
@@ -189,7 +195,9 @@ def split(mixer: Mixer) -> None:
         answering = current(None)
         if answering is None:
             return own(*args, **kwargs)
-        parts = answering.single_parts if mixer.is_single else answering.parts
+        parts = answering.parts
+        if own_packed is not None or mixer.is_single:
+            parts = answering.single_parts if mixer.is_single else answering.packed_parts
         if parts is None:
             if not mixer.attends or not isinstance(answering.handler, Recorder):
                 return own(*args, **kwargs)
@@ -200,8 +208,9 @@ def split(mixer: Mixer) -> None:
         for index, part in enumerate(parts):
             take = functools.partial(_taken, part=part, index=index, handler=answering.handler)
             own_args, own_kwargs = take(args, args_dims), take(kwargs, kwargs_dims)
+            called: Any = own_packed if part.is_packed else own_decoding if part.is_batch else own
             with entered(part.inner), attends():
-                results.append(own(*own_args, **own_kwargs))
+                results.append(called(*own_args, **own_kwargs))
             part.inner.handler.finish_part()
         return _joined(results, result_dims, parts)
 
@@ -276,16 +285,17 @@ def _joined(results: list[Any], dims: _Dims, parts: Sequence[Part]) -> Any:
     return type(first)._make(items) if hasattr(first, "_make") else type(first)(items)
 
 
-def explain(mixers: Sequence[Mixer], packed: Iterable[str]) -> Choice:
+def explain(mixers: Sequence[Mixer], others: Iterable[str]) -> Choice:
     """Say of each kind of mixer how it is called, and why."""
     kinds = {type(mixer.module).__name__: mixer for mixer in mixers}
     how = {name: "one by one" if mixer.is_single else "split" for name, mixer in kinds.items()}
     names = [*(f"{name} {called}" for name, called in how.items())]
-    names += [f"{name} packed" for name in sorted(set(packed) - set(kinds))]
+    names += [f"{name} packed" for name in sorted(set(others) - set(kinds))]
     reasons = {mixer.attends or "keeps a state": None for mixer in mixers}
     return Choice(
         "mixers",
         ", ".join(names),
         f"what {', '.join(reasons)} is called once for all that decode, and once for each prompt (one by one: once for "
-        "each request); what only caches keys and calls the attention function is called once for all",
+        f"each request{'; several prompts at once, where they are alike' if any(m.can_pack for m in mixers) else ''}); "
+        "what only caches keys and calls the attention function is called once for all",
     )
