@@ -23,6 +23,7 @@ class Record:
         request_id, num_prompt_tokens, sampling, seed: as in `OpenedRequest`.
         row: a small number that no other open request has; it stays the same while this one is open.
         tokens: prompt and output so far.
+        num_opened: how many these were when it was opened, for the first time or once more.
         num_blocks: length of its block tables.
         tables: per cache group, the physical block of each logical block; none where they are kept elsewhere.
         is_plain: a plain argmax is all that it asks of a sampler.
@@ -33,6 +34,7 @@ class Record:
     __slots__ = (
         "is_plain",
         "num_blocks",
+        "num_opened",
         "num_prompt_tokens",
         "request_id",
         "row",
@@ -48,6 +50,7 @@ class Record:
         self.request_id = opened.request_id
         self.row = row
         self.tokens = list(opened.token_ids)
+        self.num_opened = len(self.tokens)
         self.num_prompt_tokens = opened.num_prompt_tokens
         self.sampling: SamplingParams = opened.sampling
         self.seed = opened.seed

@@ -34,6 +34,7 @@ __all__ = [
     "CacheLayout",
     "Handle",
     "ImmediateRunner",
+    "LengthSwitch",
     "OpenedRequest",
     "Runner",
     "StateCopy",
@@ -83,6 +84,25 @@ class StateLayout(NamedTuple):
     interval: int
 
 
+class LengthSwitch(NamedTuple):
+    """A length beyond which keys are of another kind: those of one kind are of no use to a request of another.
+
+    Attributes:
+        length: sequences of so many tokens are of kind 0.
+        is_by_length: each length beyond is a kind of its own; else all are of kind 1.
+        is_recomputed: what counts is the whole length: a request that gets longer computes everything anew. Else the
+            length of the prompt counts, and keys stay what they are.
+    """
+
+    length: int
+    is_by_length: bool = False
+    is_recomputed: bool = False
+
+    def kinds_of(self, lengths: Any) -> Any:
+        """Kind of each of an array of lengths, or of one."""
+        return (lengths > self.length) * (lengths if self.is_by_length else 1)
+
+
 class CacheLayout(NamedTuple):
     """The shape of the cache, learned by the runner and obeyed by the cache manager.
 
@@ -92,6 +112,7 @@ class CacheLayout(NamedTuple):
     page_size: int
     groups: tuple[CacheGroup, ...]
     states: StateLayout | None = None
+    switch: LengthSwitch | None = None
 
 
 class OpenedRequest(NamedTuple):

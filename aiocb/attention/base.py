@@ -38,9 +38,9 @@ __all__ = [
 Alibi = Literal["exact", "rounded"]
 """How a slope m per head biases what a query at q thinks of a key at k.
 
-exact: scores += m * (k - q), after scaling (Bloom, MPT). rounded: products += bfloat16(m * k) - bfloat16(m * q), before
-scaling (Falcon, which rounds m * k in every dtype; what is taken off is the same for all keys, so it changes nothing
-but the size of the numbers)."""
+exact: scores += m * (k - q), after scaling (Bloom, MPT). rounded: products += r(m * r(k)) - r(m * r(q)) before scaling,
+where r rounds to bfloat16 (Falcon, which does so in every dtype; what is taken off is the same for all keys, so it
+changes nothing but the size of the numbers)."""
 
 
 class LayerSpec(NamedTuple):
@@ -56,7 +56,7 @@ class LayerSpec(NamedTuple):
         has_sinks: one learned extra score per head joins the softmax and is dropped.
         chunk: a query sees the keys of its own chunk of so many tokens up to itself (positions from
             `position // chunk * chunk` on); never with a window. None is off.
-        alibi: slopes, which come with each call, bias the scores. None is off.
+        alibi: slopes, which come with each call, bias the scores; never with a soft cap. None is off.
         is_gathered: the layer works on what the cache returns (latents, expanded keys): it gets the gathered keys and
             values instead of reading pages in place.
     """
@@ -143,6 +143,8 @@ class Capabilities(NamedTuple):
                 return f"layer {spec.layer} attends in chunks of {spec.chunk}"
             if spec.alibi is not None and not self.has_alibi:
                 return f"layer {spec.layer} biases its scores by the distance of the keys (ALiBi)"
+            if spec.alibi is not None and spec.softcap is not None:
+                return f"layer {spec.layer} has both slopes (ALiBi) and a soft cap: which comes first is not defined"
             if spec.key_dim != spec.value_dim and not self.has_unequal_dims:
                 return f"layer {spec.layer} has keys of {spec.key_dim} and values of {spec.value_dim}"
             if self.max_head_dim is not None and head_dim > self.max_head_dim:

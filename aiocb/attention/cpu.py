@@ -24,7 +24,7 @@ from aiocb.attention.base import Attention, Capabilities, KVFormat, LayerSpec, S
 from aiocb.kernels import KernelUnavailable, load
 from aiocb.kernels.formats import FORMATS
 from aiocb.kernels.generic import GenericKernels
-from aiocb.kernels.interface import PAGE_SIZE, PagedCall
+from aiocb.kernels.interface import ALIBI, PAGE_SIZE, PagedCall
 
 if TYPE_CHECKING:
     from aiocb.kernels import Library
@@ -66,6 +66,8 @@ class CpuBackend:
         max_head_dim=256,
         head_dim_multiple=16,
         page_sizes=(PAGE_SIZE,),
+        has_chunks=True,
+        has_alibi=True,
     )
 
     def __init__(self, kernels: GenericKernels | None = None) -> None:
@@ -109,6 +111,7 @@ class CpuBackend:
             num_sequences=batch.num_rows,
             format=FORMATS[KVFormat.of(batch.dtype).name].code,
             window=tables.window or 0,
+            chunk=tables.chunk or 0,
             slots=tables.slots.data_ptr(),
             **{name: values.ctypes.data for name, values in arrays.items()},
         )
@@ -131,11 +134,12 @@ class CpuBackend:
         spec, sinks = attention.spec, attention.sinks
         query, call = _rows(attention.query), metadata.call
         out = torch.empty(query.shape, dtype=query.dtype)
-        scores = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
+        scores, slopes = _floats(sinks), _floats(attention.slopes)
         _set_pages(call, storage)
         call.num_heads, call.scale, call.softcap = query.shape[1], spec.scaling, spec.softcap or 0.0
         call.query, call.query_stride, call.query_head_stride = _place(query)
         call.sinks = None if scores is None else scores.data_ptr()
+        call.slopes, call.alibi = (None, 0) if slopes is None else (slopes.data_ptr(), ALIBI[spec.alibi])
         call.out = out.data_ptr()
         self.kernels.attend(call)
         return out
@@ -143,6 +147,10 @@ class CpuBackend:
     def attend_gathered(self, attention: Attention, metadata: CpuMetadata) -> Tensor:
         """Refuse: layers that need gathered keys are refused at start."""
         raise NotImplementedError("attention 'cpu' reads keys in place")
+
+
+def _floats(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach().to(torch.float32).contiguous()
 
 
 def _set_pages(call: PagedCall, storage: Tensor) -> None:

@@ -160,7 +160,7 @@ def alibi_bias(spec: LayerSpec, slopes: Tensor, queries: Tensor, keys: Tensor) -
     """What is added to the scores (see `Alibi`), in fp32; all are broadcast against each other."""
     if spec.alibi == "exact":
         return slopes * (keys - queries)
-    near, far = ((slopes * positions).to(torch.bfloat16).float() for positions in (keys, queries))
+    near, far = ((slopes * at.bfloat16().float()).bfloat16().float() for at in (keys, queries))
     return (near - far) * spec.scaling
 
 

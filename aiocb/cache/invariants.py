@@ -57,7 +57,7 @@ def check(cache: CacheManager, sequences: Sequence[CachedSequence], held: Sequen
 
 def _check_block_hashes(cache: CacheManager, sequence: CachedSequence) -> None:
     fresh = CachedSequence(sequence.tokens, sequence.cache_salt)
-    fresh.cache_version = sequence.cache_version
+    fresh.cache_version, fresh.cache_kind = sequence.cache_version, sequence.cache_kind
     cache.extend_block_hashes(fresh, max(len(sequence.block_hashes), sequence.num_published))
     assert fresh.block_hashes[: len(sequence.block_hashes)] == sequence.block_hashes, "hashes of other tokens"
     for index, table in zip(cache.indices, sequence.tables, strict=True):

@@ -328,6 +328,8 @@ class CacheManager:
             return False
         if self.states is not None and source.num_computed_tokens != num_tokens:
             return False
+        if source.cache_kind != self._kind(source.num_prompt_tokens, num_tokens + 1):
+            return False
         return all(
             first <= self.first_block(window, num_tokens)
             for window, first in zip(self.windows, source.first_blocks, strict=True)
@@ -396,13 +398,23 @@ class CacheManager:
     # Internals
 
     def _root(self, sequence: CachedSequence) -> bytes:
-        return root_hash(sequence.cache_salt, sequence.cache_version)
+        return root_hash(sequence.cache_salt, sequence.cache_version, sequence.cache_kind)
+
+    def _kind(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        switch = self.layout.switch
+        if switch is None:
+            return 0
+        kind: int = switch.kinds_of(num_tokens if switch.is_recomputed else num_prompt_tokens)
+        return kind
 
     def _is_current(self, sequence: CachedSequence) -> bool:
-        # A request that holds nothing moves to the present weights; one that holds KV belongs to its old ones.
-        if sequence.cache_version != self.version and not sequence.capacity:
-            sequence.cache_version = self.version
-            sequence.block_hashes = []
+        # A request that holds nothing moves to the present weights, and to the kind of keys that its length asks for;
+        # one that holds KV belongs to its old ones.
+        if not sequence.capacity:
+            kind = self._kind(sequence.num_prompt_tokens, len(sequence.tokens))
+            if (sequence.cache_version, sequence.cache_kind) != (self.version, kind):
+                sequence.cache_version, sequence.cache_kind = self.version, kind
+                sequence.block_hashes = []
         return self.sharing and sequence.cache_version == self.version
 
     def _open(self, sequence: CachedSequence) -> None:

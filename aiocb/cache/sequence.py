@@ -46,6 +46,8 @@ class CachedSequence:
         snapshot_at: tokens in the latest snapshot of its prompt that was asked for since it was admitted.
         branch_at: tokens up to which KV was found where no snapshot was: others will come by here, too.
         rolling: hash and slot of the latest snapshot that the next one of its kind replaces.
+        cache_kind: kind of keys (`step.LengthSwitch`) that they are of.
+        num_prompt_tokens: tokens of the prompt.
     """
 
     tokens: list[int]
@@ -64,3 +66,8 @@ class CachedSequence:
     snapshot_at: int = field(default=0, init=False)
     branch_at: int = field(default=0, init=False)
     rolling: tuple[bytes, int] | None = field(default=None, init=False)
+    cache_kind: int = field(default=0, init=False)
+    num_prompt_tokens: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)

@@ -16,6 +16,7 @@ from aiocb.kernels.selection import CONSTANTS, SelectArguments
 
 __all__ = [
     "ACTIVATIONS",
+    "ALIBI",
     "ERRORS",
     "ERROR_BYTES",
     "INSTRUCTION_SETS",
@@ -36,6 +37,7 @@ __all__ = [
 PAGE_SIZE = 16
 OPERANDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
+ALIBI: dict[str | None, int] = {None: 0, "exact": 1, "rounded": 2}
 QK_NORMS = {"none": 0, "per_head": 1, "full_width": 2}
 LINEARS = {"qkv": 0, "out": 1, "gate_up": 2, "down": 3, "head": 4, "router": 5, "expert_gate_up": 6, "expert_down": 7}
 _VECTOR_NAMES = (
@@ -99,6 +101,7 @@ class PagedCall(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in (
             "num_tokens", "num_sequences", "num_heads", "num_kv_heads", "head_dim", "format", "num_blocks", "window",
+            "chunk", "alibi",
         )),
         ("scale", c_float),
         ("softcap", c_float),
@@ -107,7 +110,7 @@ class PagedCall(ctypes.Structure):
             "query_stride", "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride",
         )),
         *((name, c_void_p) for name in (
-            "slots", "starts", "lengths", "pages", "offsets", "num_pages", "sinks", "out",
+            "slots", "starts", "lengths", "pages", "offsets", "num_pages", "sinks", "slopes", "out",
         )),
     ]  # fmt: skip
 
@@ -161,7 +164,8 @@ def expected_layout() -> dict[str, int]:
         "Team": Team,
     }  # fmt: skip
     names: dict[str, Mapping[str, int]] = {
-        "operand": OPERANDS, "activation": ACTIVATIONS, "qk_norm": QK_NORMS, "linear": LINEARS, "vector": VECTORS,
+        "operand": OPERANDS, "activation": ACTIVATIONS, "qk_norm": QK_NORMS,
+        "alibi": {name or "none": number for name, number in ALIBI.items()}, "linear": LINEARS, "vector": VECTORS,
         **CONSTANTS,
     }  # fmt: skip
     layout = {

@@ -98,7 +98,6 @@ class Request(CachedSequence):
     payload: Any = None
     group: ParallelGroup | None = None
 
-    num_prompt_tokens: int = field(init=False)
     min_tokens: int = field(init=False)
     eos_ids: frozenset[int] = field(init=False)
     end_ids: frozenset[int] = field(init=False)
@@ -118,7 +117,7 @@ class Request(CachedSequence):
     pending_start: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.tokens)
+        CachedSequence.__post_init__(self)  # `super()` knows the class from before it got slots
         if not 0 < self.num_prompt_tokens < self.max_tokens:
             raise ValueError(
                 f"{self.num_prompt_tokens} prompt tokens of at most {self.max_tokens}: nothing to generate"

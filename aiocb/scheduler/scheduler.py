@@ -86,6 +86,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._flights = self._roster.flights
         self._drafter = drafter if cache.states is None else None
+        switch = cache.layout.switch
+        self._restart_length = switch.length if switch is not None and switch.is_recomputed else None
 
     # What the engine asks
 
@@ -226,6 +228,8 @@ class Scheduler:
             A plan. Without entries when nothing can be computed before a plan in flight has been collected, or there is
             no work; then it needs no `update`, and is to be executed only if it closes something.
         """
+        if self._restart_length is not None:
+            self._restart_longer(self._restart_length)
         draft = Draft(self.max_batch_tokens, self.max_requests_per_batch)
         if self.scheduler_type == "prefill_first":
             self._schedule_prompts(draft, now)
@@ -252,6 +256,12 @@ class Scheduler:
             if snapshot is not None:
                 taken[request] = snapshot
         return taken
+
+    def _restart_longer(self, length: int) -> None:
+        """Let those who have got longer than their keys are good for compute all anew (see `step.LengthSwitch`)."""
+        for request in list(self._roster.running()):
+            if len(request.tokens) > length and request.capacity and not request.cache_kind:
+                self._roster.preempt(request, None)
 
     def _schedule_decoding(self, draft: Draft) -> None:
         decoding, entries, requests = self._roster.decoding, draft.entries, draft.requests
@@ -296,18 +306,20 @@ class Scheduler:
         else:
             draft.budget -= len(entries) - start
 
-    @staticmethod
-    def _can_run_ahead(request: Request) -> bool:
+    def _can_run_ahead(self, request: Request) -> bool:
         """True when the next step can compute a token that the plan in flight is still going to sample."""
         # Not behind drafts, whose number of accepted tokens is unknown, and not behind what is the last token anyway.
         position = request.num_scheduled_tokens
-        return position == len(request.tokens) and position <= request.max_tokens - 2
+        is_known = position == len(request.tokens) and position <= request.max_tokens - 2
+        return is_known and not (position == self._restart_length and not request.cache_kind)
 
     def _add_drafts(self, request: Request, draft: Draft, spare: int) -> int:
         """Let the step verify what the drafter proposes; returns how many drafts: 0 when there are, or fit, none."""
         position, num_tokens = request.num_scheduled_tokens, len(request.tokens)
         # One more token than there are drafts is sampled, and the last one of all is never computed.
         most = min(request.max_tokens - num_tokens - 1, spare)
+        if self._restart_length is not None and not request.cache_kind:
+            most = min(most, self._restart_length - num_tokens)
         if self._drafter is None or position != num_tokens - 1 or most < 1:
             return 0
         drafts = tuple(self._drafter(request))[:most]

@@ -142,7 +142,7 @@ class TestMistakesAreNoticed:
         self.fails("do not end")
 
     def test_prefixes_of_other_salts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(manager, "root_hash", lambda salt, version: root_hash(None, version))
+        monkeypatch.setattr(manager, "root_hash", lambda salt, *others: root_hash(None, *others))
         self.fails("sees other KV than its own")
 
     @pytest.mark.parametrize("name", ["preempt_all", "reset_prefix_cache"])

@@ -134,15 +134,19 @@ def operators(library: Library, dtype: str) -> None:
     zero, lengths, num_pages = np.zeros(1, np.int32), np.array([length], np.int32), np.array([3], np.int32)
     call = PagedCall(
         num_tokens=length, num_sequences=1, num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, format=FORMATS[dtype].code,
-        num_blocks=8, window=21, scale=0.25, pool=pages.ctypes.data, query=q.ctypes.data, key=k.ctypes.data,
+        num_blocks=8, scale=0.25, pool=pages.ctypes.data, query=q.ctypes.data, key=k.ctypes.data,
         value=v.ctypes.data, query_stride=q.strides[0], query_head_stride=DIM * size, key_stride=k.strides[0],
         key_head_stride=DIM * size, value_stride=v.strides[0], value_head_stride=DIM * size, slots=slots.ctypes.data,
         starts=zero.ctypes.data, lengths=lengths.ctypes.data, pages=table.ctypes.data, offsets=zero.ctypes.data,
         num_pages=num_pages.ctypes.data, out=attended.ctypes.data,
     )  # fmt: skip
     kernels.write(call)
-    kernels.attend(call)
-    assert not np.isnan(attended if dtype == "float32" else (attended.astype(np.uint32) << 16).view(np.float32)).any()
+    slopes = np.full(HEADS, 0.3, np.float32)
+    for window, chunk, alibi in ((21, 0, 0), (0, 9, 0), (0, 0, 1), (0, 0, 2)):
+        call.window, call.chunk, call.alibi, call.slopes = window, chunk, alibi, slopes.ctypes.data if alibi else None
+        kernels.attend(call)
+        numbers = attended if dtype == "float32" else (attended.astype(np.uint32) << 16).view(np.float32)
+        assert not np.isnan(numbers).any()
     kernels.close()
 
 

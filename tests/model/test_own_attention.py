@@ -9,8 +9,10 @@ import torch
 
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.kernels import KernelUnavailable, load
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.runner import TorchRunner
+from tests.steps import described
 
 from .helpers import ManualScheduler, argmax_sampler, generate, prompt, tiny
 
@@ -20,13 +22,13 @@ VISION = {
     "patch_size": 4,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
-    "bloom-3-heads": ("bloom", {"n_layer": 2, "n_head": 3, "hidden_size": 48}),
-    "mpt": ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 64}),
-    "mpt-6-heads": ("mpt", {"n_layers": 2, "n_heads": 6, "d_model": 96, "attn_config": {"clip_qkv": 0.7}}),
+    "bloom": ("bloom", {}),
+    "bloom-3-heads": ("bloom", {"num_attention_heads": 3, "hidden_size": 48}),
+    "mpt": ("mpt", {}),
+    "mpt-6-heads": ("mpt", {"num_attention_heads": 6, "hidden_size": 96, "attn_config": {"clip_qkv": 0.7}}),
     "falcon": ("falcon", {}),
     "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon-alibi": ("falcon", {"alibi": True, "num_attention_heads": 6, "hidden_size": 96}),
+    "falcon-alibi": ("falcon", {"alibi": True, "num_attention_heads": 12, "hidden_size": 192}),
     "falcon-alibi-many-keys": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
     "gpt_neo": ("gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
                             "window_size": 16}),
@@ -42,6 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "big_bird": ("big_bird", {"is_decoder": True}),
     "openai-gpt": ("openai-gpt", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
 }  # fmt: skip
+NATIVE = ("bloom-3-heads", "mpt-6-heads", "falcon", "falcon-alibi", "gpt_neo", "xglm")
 ALIBI = [name for name in CASES if name.startswith(("bloom", "mpt", "falcon-alibi"))]
 NUM_NEW = 10
 LENGTHS = (5, 19, 70)
@@ -84,10 +87,26 @@ def test_backends_agree(case: str, backend: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("case", NATIVE)
+def test_native(case: str) -> None:
+    loaded = load()
+    if isinstance(loaded, KernelUnavailable):
+        pytest.skip(loaded.reason)
+    model = model_of(case)
+    runner = build(model, native=None, page_size=None)
+    notes = described(runner)
+    assert notes["attention"].startswith("cpu") and notes["linears"].startswith("native")
+    assert run(runner, *(prompt(length) for length in (70, 9, 33)), chunk=20) == [
+        generate(model, prompt(length), NUM_NEW) for length in (70, 9, 33)
+    ]
+    runner.close()
+
+
 class TestAlibi:
     @pytest.mark.parametrize("case", ALIBI)
     def test_it_is_learned(self, case: str) -> None:
         specs = ModelAdapter(model_of(case)).specs.values()
+        assert {spec.num_heads for spec in specs} == {CASES[case][1].get("num_attention_heads", 4)}
         assert {spec.alibi for spec in specs} == {"rounded" if "falcon" in case else "exact"}
         assert not any(spec.is_gathered for spec in specs)
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from aiocb import Engine
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.positions import sequence_bound
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.native.families import describe
+from aiocb.step import LengthSwitch
 from tests.steps import described
 
 from .helpers import ManualScheduler, argmax_sampler, generate, prompt, tiny
@@ -22,6 +24,8 @@ LONG = {
     "rope_type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS[::-1], "rope_theta": 1e4,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+SHORT: dict[str, Any] = {"rope_parameters": LONG}
+PHI: dict[str, Any] = {"rope_parameters": LONG, "original_max_position_embeddings": 64}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 TEMPERATURES: dict[str, Any] = {
@@ -42,20 +46,11 @@ def run(model: Any, *lengths: int, num_new: int = 12, **config: Any) -> list[lis
 
 
 class TestBounds:
-    @pytest.mark.parametrize(("rope", "bound"), [(DYNAMIC, 512), (LONG, 64)])
-    def test_one_type_of_layers_is_enough(self, rope: dict[str, Any], bound: int) -> None:
-        model = tiny("gemma3_text", rope_parameters={"sliding_attention": DEFAULT, "full_attention": rope})
-        length, reason = sequence_bound(model.config)
-        assert length == bound and "rotation" in reason
-        assert ModelAdapter(model).length_bound[0] == bound
-        assert "rotary" in str(describe(model))
-        assert run(model, 9, 30) == [generate(model, prompt(length), 12) for length in (9, 30)]
-
-    def test_all_layers(self) -> None:
-        assert sequence_bound(tiny("llama", rope_parameters=DYNAMIC).config)[0] == 512
+    def test_of_the_configuration(self) -> None:
         assert sequence_bound(tiny("llama").config) == (512, "max_position_embeddings of the model")
-        phi = tiny("phi3", rope_parameters=LONG, original_max_position_embeddings=64)
-        assert sequence_bound(phi.config)[0] == 64
+        assert sequence_bound(tiny("phi3", **PHI).config)[0] == 512
+        length, reason = sequence_bound(tiny("llama", rope_parameters=DYNAMIC).config)
+        assert length == 2048 and "stretched" in reason
 
     def test_rows_of_a_table(self) -> None:
         bound, reason = ModelAdapter(tiny("roberta", is_decoder=True, pad_token_id=3)).length_bound
@@ -69,6 +64,77 @@ class TestBounds:
         )
         assert runner.max_model_len == 32
         assert "keep_window_size" in described(runner)["max_model_len"]
+
+
+class TestRotation:
+    """It changes with the length: per request, and as `generate` has it."""
+
+    MIXED: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("llama", SHORT),
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": DEFAULT, "full_attention": LONG}}),
+    )
+
+    @pytest.mark.parametrize("native", [False, None])
+    @pytest.mark.parametrize(("name", "values"), MIXED)
+    def test_keys_stay_what_they_are(self, name: str, values: dict[str, Any], native: bool | None) -> None:
+        model = tiny(name, **values)
+        assert "rotary" in str(describe(model))
+        wanted = []
+        lengths = (57, 64, 65, 90)
+        for length in lengths:
+            generate(model, prompt(3), 1)  # takes a dynamic rotation back to where it began
+            wanted.append(generate(model, prompt(length), 14))
+        assert run(model, *lengths, num_new=14, native=native) == wanted
+
+    def test_keys_of_a_request_are_computed_anew(self) -> None:
+        switch = ModelAdapter(tiny("phi3", **PHI)).switch
+        assert switch == LengthSwitch(64, is_recomputed=True)
+        model = tiny("phi3", **PHI)
+        assert run(model, 64, 65, 90, num_new=1) == [generate(model, prompt(length), 1) for length in (64, 65, 90)]
+        assert run(model, 30, 50, num_new=14) == [generate(model, prompt(length), 14) for length in (30, 50)]
+
+    def test_two_lengths_bound(self) -> None:
+        phi: Any = tiny("phi3", **PHI)
+        phi.config.original_max_position_embeddings = 100
+        bound, reason = ModelAdapter(phi).length_bound
+        assert bound == 64 and "starts over" in reason
+        other = {**LONG, "original_max_position_embeddings": 100}
+        model = tiny("gemma3_text", rope_parameters={"sliding_attention": LONG, "full_attention": other})
+        bound, reason = ModelAdapter(model).length_bound
+        assert bound == 64 and "some layers" in reason
+        assert run(model, 9, 30) == [generate(model, prompt(length), 12) for length in (9, 30)]
+
+    def test_the_view_is_left_as_it_was(self) -> None:
+        model = tiny("llama", rope_parameters=DYNAMIC, max_position_embeddings=64)
+        model(torch.tensor([prompt(200)]))  # the owner's has grown
+        runner = TorchRunner(model, EngineConfig(num_blocks=64, native=False), argmax_sampler, max_model_len=256)
+        for length in (64, 100, 64, 30, 80):
+            scheduler = ManualScheduler(runner)
+            scheduler.add(prompt(length), 5)
+            generate(model, prompt(3), 1)
+            assert scheduler.run() == [generate(model, prompt(length), 5)]
+
+    @pytest.mark.asyncio
+    @pytest.mark.parametrize(
+        ("name", "values", "settings"),
+        [("phi3", PHI, {}), ("phi3", PHI, {"num_blocks": 16}), (*MIXED[0], {}), (*MIXED[1], {"max_prefill_chunk": 16})],
+    )
+    async def test_through_an_engine(self, name: str, values: dict[str, Any], settings: dict[str, Any]) -> None:
+        """Prompts of both kinds share prefixes, and requests get longer than the length while others run."""
+        model, base = tiny(name, **values), prompt(100)
+        prompts = [base[:length] for length in (63, 65, 100, 60, 98, 65)]
+        wanted = []
+        for tokens in prompts:
+            generate(model, prompt(3), 1)
+            wanted.append(generate(model, tokens, 8))
+        options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 8}
+        async with Engine(model, config=EngineConfig(debug_checks=True, **settings)) as engine:
+            for tokens, expected in zip(prompts, wanted, strict=True):
+                assert list((await engine.generate(tokens, **options)).token_ids) == expected
+            completions = await engine.generate_batch(prompts, **options)
+            assert [list(completion.token_ids) for completion in completions] == wanted
+            assert engine.stats().prefix_cache_hits > 0
 
 
 class TestTemperatures:

@@ -539,8 +539,7 @@ class TestBesideTheOwner:
         model: Any = tiny("phi3", rope_parameters=rope, original_max_position_embeddings=64)
         wanted = expected(model)
         runner = build(model)
-        assert runner.max_model_len == 64
-        model(torch.tensor([prompt(100)]))  # beyond the bound: the owner's table is another one now
+        model(torch.tensor([prompt(100)]))  # the owner's table is another one now
         assert run(runner) == wanted
 
 

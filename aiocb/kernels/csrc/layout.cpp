@@ -39,9 +39,9 @@ constexpr Entry kEntries[] = {
            block_starts, block_counts, new_blocks, output_rows, logit_targets, logits, argmax)
     STRUCT(SelectArgs, mode, num_rows, vocab, stride, logits, rows, kinds, temperature, top_k, top_p, log_min_p,
            uniforms, ids, tokens, num_top, width, chosen, ranks, top_values, top_ids)
-    STRUCT(PagedCall, num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window, scale,
-           softcap, pool, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride, value_stride,
-           value_head_stride, slots, starts, lengths, pages, offsets, num_pages, sinks, out)
+    STRUCT(PagedCall, num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window, chunk,
+           alibi, scale, softcap, pool, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride,
+           value_stride, value_head_stride, slots, starts, lengths, pages, offsets, num_pages, sinks, slopes, out)
     STRUCT(Team, parallel, thread, size)
     AIOCB_FORMATS(FORMAT)
     {"operand.float32", kF32Operand}, {"operand.bfloat16", kBf16Operand}, {"operand.int8", kInt8Operand},
@@ -55,6 +55,7 @@ constexpr Entry kEntries[] = {
     {"vector.mlp", kMlpVector}, {"vector.mlp_bias", kMlpBiasVector}, {"vector.post_mlp", kPostMlpVector},
     {"vector.post_mlp_bias", kPostMlpBiasVector}, {"vector.q", kQVector}, {"vector.k", kKVector},
     {"vector.sinks", kSinksVector}, {"vector.final", kFinalVector}, {"vector.final_bias", kFinalBiasVector},
+    {"alibi.none", kNoAlibi}, {"alibi.exact", kExactAlibi}, {"alibi.rounded", kRoundedAlibi},
     {"qk_norm.none", kNoQkNorm}, {"qk_norm.per_head", kPerHead}, {"qk_norm.full_width", kFullWidth},
     {"select.skip", kSkip}, {"select.argmax", kArgmax}, {"select.whole", kWhole}, {"select.truncated", kTruncated},
     {"mode.choose", kChoose}, {"mode.log_probabilities", kLogProbabilities},

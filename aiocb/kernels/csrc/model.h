@@ -20,6 +20,7 @@ constexpr int kRowPad = 64;       // bytes added to an activation row, so that r
 // Numbers that Python shares: layout.cpp.
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, kRelu2 = 4 };
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kFullWidth = 2 };
+enum Alibi : int32_t { kNoAlibi = 0, kExactAlibi = 1, kRoundedAlibi = 2 };
 // From kExpertLinear on: gate_up and down of each expert in turn.
 enum LinearName : int32_t { kQkvLinear, kOutLinear, kGateUpLinear, kDownLinear, kHeadLinear, kRouterLinear, kExpertLinear };
 enum VectorName : int32_t {
@@ -75,7 +76,10 @@ struct Layer {
   Experts* experts;   // null: an MLP
   Norm input, post_attention, mlp, post_mlp, q, k;
   float* sinks;       // [H] or null
+  float* slopes;      // [H] of alibi, or null
   int32_t window;     // 0: full attention
+  int32_t chunk;      // 0: none, else a query sees its own chunk of so many positions
+  int32_t alibi;
   int32_t rope;       // index of the rope table, -1: none
   int32_t group;      // cache group
   int32_t group_layer;
@@ -171,7 +175,7 @@ struct PackArgs {
 
 // One layer's paged attention over torch tensors (generic.h): strides in bytes, rows contiguous along the head dim.
 struct PagedCall {
-  int32_t num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window;
+  int32_t num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window, chunk, alibi;
   float scale, softcap;
   char* pool;                     // [B][K][K page, V page] of one layer
   const char *query, *key, *value;
@@ -183,6 +187,7 @@ struct PagedCall {
   const int32_t* offsets;         // [R] where the block of position 0 is, or would be, in `pages`
   const int32_t* num_pages;       // [R] visible blocks
   const float* sinks;             // [H] or null
+  const float* slopes;            // [H] or null
   char* out;                      // [T][H][D]
 };
 

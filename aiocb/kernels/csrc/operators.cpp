@@ -22,6 +22,9 @@ void check_shape(const PagedCall& c) {
     throw Failure(kBadShape, "%ld tokens, %ld heads over %ld", c.num_tokens, c.num_heads, c.num_kv_heads);
   if (c.head_dim < 16 || c.head_dim % 16 || c.head_dim > kMaxHeadDim)
     throw Failure(kBadShape, "heads of %ld: multiples of 16 up to %ld", c.head_dim, kMaxHeadDim);
+  if (c.window < 0 || c.chunk < 0 || c.alibi < kNoAlibi || c.alibi > kRoundedAlibi ||
+      (c.alibi && (!c.slopes || c.softcap > 0.0f)))
+    throw Failure(kBadShape, "window %ld, chunk %ld, alibi %ld", c.window, c.chunk, c.alibi);
 }
 
 // Refuse whatever would read outside of the pages: a wrong table must not become a crash.
@@ -33,7 +36,8 @@ void check_tables(const PagedCall& c) {
       throw Failure(kBadShape, "sequence %ld: start %ld, %ld new tokens", s, c.starts[s], c.lengths[s]);
     total += c.lengths[s];
     const int first = int(pages - c.pages) - c.offsets[s], last = first + c.num_pages[s];
-    const int low = c.window > 0 && c.starts[s] >= c.window ? c.starts[s] - c.window + 1 : 0;
+    int low = c.window > 0 && c.starts[s] >= c.window ? c.starts[s] - c.window + 1 : 0;
+    if (c.chunk > 0) low = c.starts[s] - c.starts[s] % c.chunk;
     if (first < 0 || first > low / kPageSize || last <= (c.starts[s] + c.lengths[s] - 1) / kPageSize)
       throw Failure(kBadBlock, "sequence %ld has pages %ld to %ld only", s, first, last);
     for (int page = 0; page < c.num_pages[s]; ++page)
@@ -64,8 +68,9 @@ void attend(Generic* generic, const PagedCall& call) {
   paged.model.buffers.queries = generic->queries;
   paged.model.buffers.attended = call.out;
   paged.model.buffers.attended_stride = row_bytes;
-  paged.layer.window = call.window, paged.layer.scale = call.scale;
+  paged.layer.window = call.window, paged.layer.chunk = call.chunk, paged.layer.scale = call.scale;
   paged.layer.sinks = const_cast<float*>(call.sinks);
+  paged.layer.slopes = const_cast<float*>(call.slopes), paged.layer.alibi = call.alibi;
   Batch& batch = paged.batch;
   batch.num_tokens = call.num_tokens, batch.num_sequences = call.num_sequences;
   batch.starts = call.starts, batch.lengths = call.lengths;

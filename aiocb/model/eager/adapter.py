@@ -37,12 +37,13 @@ from aiocb.model.eager.own_states import keep_states
 from aiocb.model.eager.parts import make_packed_parts, make_parts
 from aiocb.model.eager.passes import Pass, current, entered
 from aiocb.model.eager.positions import learn_tables, sequence_bound
+from aiocb.model.eager.rotary import Lengths, follow_lengths, learn_switch
 from aiocb.model.eager.states import StateKey, StateSpec, StateStorage
 from aiocb.model.eager.view import View, text_config
 from aiocb.model.kv import PagedCache
 from aiocb.model.parity import probe_ids
 from aiocb.records import Record
-from aiocb.step import StepEntry
+from aiocb.step import LengthSwitch, StepEntry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,6 +104,7 @@ class ModelAdapter:
         dtype: of keys and values.
         device: of the model's input.
         vocab_size: rows of the logits.
+        switch: length beyond which keys are rotated in another way, if there is one.
         length_bound: longest sequence for which the layers are what `specs` says, and why.
 
     Raises:
@@ -119,9 +121,12 @@ class ModelAdapter:
         self.device: torch.device = model.device
         self._counts_by_cache = False
         self.length_bound = sequence_bound(text_config(model))
+        self.switch: LengthSwitch | None = None
+        self._lengths: Lengths | None = None
         try:
             with torch.inference_mode():
                 self._learn_arguments()
+                self._learn_rotation()
                 self._learn()
         except NotPlainError as error:
             raise ConfigError(_refusal(model, str(error))) from error
@@ -145,6 +150,15 @@ class ModelAdapter:
         self._cache = cache_for(model)
         self._takes_positions = "position_ids" in parameters or takes_any
         self._takes_logit_rows = "logits_to_keep" in parameters
+
+    def _learn_rotation(self) -> None:
+        """Find out whether the rotation changes with the length, and let it change per request."""
+        found = learn_switch(self.view.model, text_config(self.view.model))
+        if isinstance(found, LengthSwitch):
+            self.switch = found
+            follow_lengths(self.view.model, found, lambda: self._lengths)
+        elif found is not None:
+            self._bound_length(*found)
 
     def _learn(self) -> None:
         """Find out what the layers ask for, what their masks hide, and where positions come from."""
@@ -343,7 +357,11 @@ class ModelAdapter:
             single_parts = make(one_by_one=True) if any(mixer.is_single for mixer in self.mixers) else None
             packed_parts = make_packed_parts(packed, parts, storage)
         answering = Pass(handler, packed.positions, 0, parts, single_parts, packed_parts)
-        return self._answered(packed.input_ids, packed.logit_rows, answering)
+        self._lengths = packed.lengths
+        try:
+            return self._answered(packed.input_ids, packed.logit_rows, answering)
+        finally:
+            self._lengths = None
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0

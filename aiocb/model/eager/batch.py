@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from aiocb.attention.base import GroupTables, StepBatch, first_visible
+from aiocb.model.eager.rotary import Lengths
 from aiocb.records import Record
-from aiocb.step import CacheLayout, StepEntry
+from aiocb.step import CacheLayout, LengthSwitch, StepEntry
 
 __all__ = ["PackedStep", "pack"]
 
@@ -34,6 +35,7 @@ class PackedStep(NamedTuple):
         logit_rows: packed tokens whose logits are needed, in the order of the plan. [N] int64
         batch: what attention needs.
         state_slots: of each row, in the packed order; empty where there are no states. [R]
+        lengths: for which length each token is rotated, where that makes a difference (see `rotary`).
     """
 
     input_ids: Tensor
@@ -41,6 +43,7 @@ class PackedStep(NamedTuple):
     logit_rows: Tensor
     batch: StepBatch
     state_slots: tuple[int, ...] = ()
+    lengths: Lengths | None = None
 
 
 def pack(
@@ -94,7 +97,19 @@ def pack(
         torch.from_numpy(_logit_rows(entries, order, starts)).to(device),
         StepBatch(num_decodes, starts, computed, lengths, tuple(groups), page_size, device, dtype),
         () if layout.states is None else tuple(record.state_slot for record in owners),
+        None if layout.switch is None else _rotated_lengths(layout.switch, owners, row_of_token, positions),
     )
+
+
+def _rotated_lengths(
+    switch: LengthSwitch,
+    owners: Sequence[Record],
+    row_of_token: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
+) -> Lengths:
+    known = [record.num_opened if switch.is_recomputed else record.num_prompt_tokens for record in owners]
+    of_tokens = np.maximum(np.array(known, dtype=_INT)[row_of_token], positions + 1)
+    return Lengths(of_tokens, int(of_tokens.max()))
 
 
 def _bounds(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -23,23 +23,20 @@ _UNBOUNDED = 1 << 20
 
 
 def sequence_bound(config: Any) -> tuple[int, str]:
-    """The most tokens of a sequence that a decoder's configuration allows, and why.
-
-    Beyond it there are no positions, or the rotation of a whole batch would change with its longest sequence.
-    """
+    """The most tokens of a sequence that a decoder's configuration allows, and why."""
     length, reason = _UNBOUNDED, "the configuration names no bound"
     for name in _LENGTH_NAMES:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
             length, reason = value, f"{name} of the model"
             break
-    for rope in _rotations(config):
-        kind, bound = str(rope.get("rope_type", rope.get("type"))), length
-        if kind == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            bound = int(original or getattr(config, "original_max_position_embeddings", None) or length)
-        if (kind == "longrope" or "dynamic" in kind) and bound <= length:
-            length, reason = bound, f"beyond it, rope type {kind} would change the rotation of the whole batch"
+    factors = [
+        float(rope.get("factor") or 1.0)
+        for rope in _rotations(config)
+        if str(rope.get("rope_type", rope.get("type"))) == "dynamic" and not rope.get("alpha")
+    ]
+    if factors and min(factors) > 1.0 and length < _UNBOUNDED:
+        return int(length * min(factors)), f"{reason}, stretched by the factor of its dynamic rotation"
     return length, reason
 
 

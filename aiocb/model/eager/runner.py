@@ -99,7 +99,7 @@ class TorchRunner(ImmediateRunner):
             )
         else:
             layout, layout_choice = layout_without_keys(page_size, config, self._max_model_len)
-        layout = layout._replace(states=states)
+        layout = layout._replace(states=states, switch=adapter.switch)
         self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
         self._records = Records(len(layout.groups))
         parity = check_parity(self._model, self, kv_format.name)
