@@ -139,9 +139,15 @@ def decoding(own: Callable[..., Any]) -> Callable[..., Any] | None:
     return rebound(own, {"causal_conv1d_update": _next_input, "torch_recurrent_gated_delta_rule": _next_delta})
 
 
+def _packing() -> Packing:
+    handler: Any = current().handler
+    packing: Packing = handler.packing
+    return packing
+
+
 def _pack_convolution(original: Any) -> Any:
     def convolution(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        packing: Packing = current().handler.packing  # type: ignore[attr-defined]
+        packing = _packing()
         return packing.convolved(original(inputs, *args, **kwargs))
 
     return convolution
@@ -149,7 +155,7 @@ def _pack_convolution(original: Any) -> Any:
 
 def _pack_delta_rule(original: Any) -> Any:
     def rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        packing: Packing = current().handler.packing  # type: ignore[attr-defined]
+        packing = _packing()
         filled = (packing.fill_up(states) for states in (query, key, value))
         out, state = original(*filled, g=packing.fill_up(g), beta=packing.fill_up(beta), **options)
         return packing.pack(out), state
@@ -159,7 +165,7 @@ def _pack_delta_rule(original: Any) -> Any:
 
 def _pack_mamba2(original: Any) -> Any:
     def scan(inputs: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any) -> Any:  # noqa: N803
-        packing: Packing = current().handler.packing  # type: ignore[attr-defined]
+        packing = _packing()
         steps = packing.fill_up(dt, float("-inf"))  # of length zero, once they have gone through the softplus
         filled = (packing.fill_up(states) for states in (B, C))
         out, state = original(packing.fill_up(inputs), steps, A, *filled, **options)
