@@ -1,20 +1,6 @@
-"""Decides which physical blocks hold which request's KV: `CacheManager`. Torch-free; owned by the worker thread.
+"""What requests hold of the cache, and what they share: `CacheManager`. Torch-free; owned by the worker thread.
 
-Units, from small to large:
-
-- page: `page_size` tokens of one layer.
-- block: the same page of every layer of a *group* (layers of one attention kind). Unit of ownership and sharing.
-- table: per request and group, logical block (`position // page_size`) to physical block.
-
-Example, `page_size` 4. Two requests share a prompt of 9 tokens and have gone on differently; the group on the right
-sees a window of 4 tokens only:
-
-    tokens    | a b c d | e f g h | i x y . |          full group                 sliding group
-                                                   pool: # 1 2 3 4 5 6        pool: # 1 2 3 4 5
-    request A:  logical 0    1        2            table [1, 2, 3]            table [0, 2, 3]     (0: fell out,
-    request B:                                     table [1, 2, 4]            table [0, 2, 4]      given back)
-                                                          |  |                         |
-                                                   2 references each          2 references
+`tables` draws blocks and tables.
 
 A full block is *published* in the prefix index once the step that wrote it has returned. A published block without
 references is free, yet hittable until the pool reuses it, least recently freed first. A request gives its blocks back
@@ -27,22 +13,21 @@ p: a hit is the longest prefix that all of them can serve.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Iterable
 
-from aiocb.cache.blocks import BlockPool
 from aiocb.cache.invariants import check
-from aiocb.cache.prefix import PrefixIndex, block_payload, chain_hash, root_hash
+from aiocb.cache.offload import SwapSpace
+from aiocb.cache.prefix import block_payload, chain_hash, root_hash
 from aiocb.cache.sequence import CachedSequence, Held
 from aiocb.cache.states import Snapshot, StateCache
+from aiocb.cache.tables import BlockTables
 from aiocb.step import NULL_BLOCK, BlockCopy, CacheLayout
 
 __all__ = ["CacheManager"]
 
 
-class CacheManager:
-    """The block pools and prefix indices of all groups.
+class CacheManager(BlockTables):
+    """What requests hold of the cache: blocks, prefixes that they share, states, places of the swap space.
 
     Args:
         layout: page size and groups, learned by the runner.
@@ -50,41 +35,13 @@ class CacheManager:
     """
 
     def __init__(self, layout: CacheLayout, sharing: bool = True) -> None:
-        self.layout = layout
-        self.page_size = layout.page_size
+        super().__init__(layout)
         self.sharing = sharing
         self.version = 0
-        self.pools = tuple(BlockPool(group.num_blocks) for group in layout.groups)
-        self.indices = tuple(PrefixIndex(pool) for pool in self.pools)
         self.states = None if layout.states is None else StateCache(layout.states, layout.page_size)
-        self.windows = tuple(group.window for group in layout.groups)
-        self._sliding = tuple(g for g, window in enumerate(self.windows) if window is not None)
+        self.swap = SwapSpace(self, layout.swap_places) if layout.swap_places else None
 
     # What fits
-
-    @property
-    def max_request_tokens(self) -> int:
-        """The most tokens (prompt and output) that one request can ever have; `sys.maxsize` where nothing bounds it."""
-        # The KV of the last output token is never computed. A sliding group that holds its window holds any length.
-        return min(
-            (
-                pool.num_usable * self.page_size + 1
-                for pool, window in zip(self.pools, self.windows, strict=True)
-                if window is None or self._most_blocks(window, pool.num_usable + 1, 1) > pool.num_usable
-            ),
-            default=sys.maxsize,
-        )
-
-    def has_margin(self, share: float, gains: Sequence[int] | None = None) -> bool:
-        """True when at least this share of every pool is free; blocks that are only cached count as free.
-
-        Args:
-            share: 0 to 1.
-            gains: per group, blocks to count as free on top.
-        """
-        return all(
-            pool.num_free + gain >= share * pool.num_usable for pool, gain in zip(self.pools, gains or repeat(0))
-        )
 
     def num_free(self) -> tuple[int, ...]:
         """Free blocks per group; behind them the free slots where there are states."""
@@ -95,39 +52,6 @@ class CacheManager:
     def has_slot(self) -> bool:
         """True when one more request can have a state, or needs none."""
         return self.states is None or self.states.pool.num_free > 0
-
-    def demand(self, sequence: CachedSequence, max_chunk: int) -> list[int]:
-        """Per group, how many more blocks it takes until all present tokens of an admitted request are computed."""
-        length = len(sequence.tables[0])
-        blocks = self._num_pages(len(sequence.tokens))
-        return [
-            max(0, self._most_blocks(window, blocks - first, max_chunk) - (length - first))
-            for window, first in zip(self.windows, sequence.first_blocks, strict=True)
-        ]
-
-    def can_hold(self, sequence: CachedSequence, hit_blocks: int, max_chunk: int, promised: Sequence[int]) -> bool:
-        """True when a request with so many hits can be computed to its end from the free blocks.
-
-        Args:
-            sequence: a request that holds nothing yet.
-            hit_blocks: what `match` returned.
-            max_chunk: the most tokens that are computed at once (a sliding group holds window and chunk).
-            promised: per group, free blocks that earlier requests are going to take.
-        """
-        blocks = self._num_pages(len(sequence.tokens))
-        for g, pool in enumerate(self.pools):
-            first = self.first_block(self.windows[g], hit_blocks * self.page_size)
-            needed = self._most_blocks(self.windows[g], blocks - first, max_chunk) - (hit_blocks - first)
-            free = pool.num_free - promised[g]
-            if needed > free:
-                return False
-            for block_hash in sequence.block_hashes[first:hit_blocks]:
-                block = self.indices[g].peek(block_hash)
-                if block is not None and not pool.num_references(block):
-                    free -= 1
-            if needed > free:
-                return False
-        return True
 
     # Prefixes
 
@@ -178,7 +102,7 @@ class CacheManager:
 
         Where there are states, it gets a slot if it has none (see `has_slot`).
         """
-        self._open(sequence)
+        self.open(sequence)
         start = sequence.num_computed_tokens // self.page_size
         states = self.states
         if states is not None:
@@ -201,7 +125,7 @@ class CacheManager:
                 assert block is not None
                 if i < len(table):
                     # A block that was allocated for this page, perhaps partly written: the cached one replaces it.
-                    self._release(g, table[i])
+                    self.release(g, table[i])
                     table[i] = block
                 else:
                     table.append(block)
@@ -258,6 +182,10 @@ class CacheManager:
             parent = chain_hash(parent, block_payload(tokens[i * page_size : (i + 1) * page_size]))
             hashes.append(parent)
 
+    def kind(self, sequence: CachedSequence) -> int:
+        """The kind of keys that a request of its present length asks for (see `step.LengthSwitch`)."""
+        return self._kind(sequence.num_prompt_tokens, len(sequence.tokens))
+
     def reset_prefix(self) -> None:
         """Forget all prefixes and start a new weights version; what requests hold stays theirs, but is not shared."""
         self.version += 1
@@ -268,35 +196,11 @@ class CacheManager:
 
     # Blocks
 
-    def fit(self, sequence: CachedSequence, num_tokens: int) -> int:
-        """Return how many of the next `num_tokens` tokens have room; gives back what fell out of the windows."""
-        self._open(sequence)
-        self._drop_out_of_window(sequence)
-        free = min(pool.num_free for pool in self.pools)
-        return min(num_tokens, sequence.capacity + free * self.page_size - sequence.num_scheduled_tokens)
-
-    def allocate(self, sequence: CachedSequence, num_tokens: int) -> bool:
-        """Make room for the first `num_tokens` tokens of a request; False, and nothing taken, when it is not there."""
-        if num_tokens <= sequence.capacity:
-            return True
-        self._open(sequence)
-        self._drop_out_of_window(sequence)
-        count = self._num_pages(num_tokens) - len(sequence.tables[0])
-        for pool in self.pools:
-            if pool.num_free < count:
-                return False
-        for g, table in enumerate(sequence.tables):
-            table += self._take(g, count)
-        sequence.capacity = len(sequence.tables[0]) * self.page_size
-        return True
-
-    def new_blocks(self, sequence: CachedSequence) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """What the runner has not been told of the tables: from which logical block on, and the blocks by group."""
-        start, end = sequence.num_sent_blocks, len(sequence.tables[0])
-        if start == end:
-            return 0, ()
-        sequence.num_sent_blocks = end
-        return start, tuple([tuple(table[start:]) for table in sequence.tables])
+    def open(self, sequence: CachedSequence) -> None:
+        """Give a request empty tables if it has none, and the present weights with them."""
+        if not sequence.tables:
+            self._is_current(sequence)
+        super().open(sequence)
 
     def detach(self, sequence: CachedSequence) -> Held:
         """Let a request hold nothing any more; what it held, for `free`, now or later. Idempotent."""
@@ -314,10 +218,13 @@ class CacheManager:
         """Give back what a request held; published blocks stay hittable."""
         for g, table in enumerate(held.tables):
             for block in reversed(table):
-                self._release(g, block)
+                self.release(g, block)
         for slot in held.slots:
             assert self.states is not None
             self.states.free(slot)
+        if held.places:
+            assert self.swap is not None
+            self.swap.free(held.places)
 
     def can_fork(self, source: CachedSequence, num_tokens: int) -> bool:
         """True when `source` holds the KV of its first `num_tokens` tokens, as far as the next one can see them.
@@ -350,7 +257,7 @@ class CacheManager:
             return None
         assert not target.tables, "a fork starts with nothing"
         self._is_current(target)
-        self._open(target)
+        self.open(target)
         copies = []
         for g, (table, shared) in enumerate(zip(target.tables, source.tables, strict=True)):
             first = self.first_block(self.windows[g], num_tokens)
@@ -359,7 +266,7 @@ class CacheManager:
                 self.pools[g].retain(block)
                 table.append(block)
             if needs_block:
-                table += self._take(g, 1)
+                table += self.take(g, 1)
             if rest:
                 copies.append(BlockCopy(g, shared[num_full], table[-1]))
             target.first_blocks[g] = first
@@ -374,26 +281,17 @@ class CacheManager:
         target.capacity = len(target.tables[0]) * self.page_size
         return copies
 
-    def usage(self) -> float:
-        """Share of the cache that requests hold, 0 to 1, by size; cached blocks without references do not count."""
-        sizes = [max(group.block_bytes, 1) for group in self.layout.groups]
-        used = sum(pool.num_used * size for pool, size in zip(self.pools, sizes, strict=True))
-        return used / sum(pool.num_usable * size for pool, size in zip(self.pools, sizes, strict=True))
-
-    def check_invariants(
-        self, sequences: Iterable[CachedSequence], held: Iterable[Held] = (), slots: Iterable[int] = ()
-    ) -> None:
+    def check_invariants(self, sequences: Iterable[CachedSequence], held: Iterable[Held] = ()) -> None:
         """Check everything against everything: see `invariants.check`.
 
         Args:
-            sequences: all that hold blocks.
-            held: what requests hold no longer, but which has not been freed yet.
-            slots: of states that plans in flight refer to.
+            sequences: all that hold anything.
+            held: what requests hold no longer and has not been freed yet, and what plans in flight refer to.
 
         Raises:
             AssertionError: blocks are lost, owned by nobody, published wrongly or missing in a window.
         """
-        check(self, list(sequences), list(held), slots)
+        check(self, list(sequences), list(held))
 
     # Internals
 
@@ -411,50 +309,11 @@ class CacheManager:
         # A request that holds nothing moves to the present weights, and to the kind of keys that its length asks for;
         # one that holds KV belongs to its old ones.
         if not sequence.capacity:
-            kind = self._kind(sequence.num_prompt_tokens, len(sequence.tokens))
+            kind = self.kind(sequence)
             if (sequence.cache_version, sequence.cache_kind) != (self.version, kind):
                 sequence.cache_version, sequence.cache_kind = self.version, kind
                 sequence.block_hashes = []
         return self.sharing and sequence.cache_version == self.version
-
-    def _open(self, sequence: CachedSequence) -> None:
-        if not sequence.tables:
-            self._is_current(sequence)
-            sequence.tables = tuple([] for _ in self.pools)
-            sequence.first_blocks = [0] * len(self.pools)
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
-    def first_block(self, window: int | None, position: int) -> int:
-        """First logical block that the query at `position` can see (`position - window < key <= position`)."""
-        return 0 if window is None or position < window else (position - window + 1) // self.page_size
-
-    def _most_blocks(self, window: int | None, blocks: int, max_chunk: int) -> int:
-        """Most blocks held at once while so many are computed in chunks: a sliding group holds window and chunk."""
-        return blocks if window is None else min(blocks, self._num_pages(window - 1 + max_chunk - 1) + 1)
-
-    def _take(self, g: int, count: int) -> list[int]:
-        blocks = self.pools[g].try_allocate(count)
-        assert blocks is not None
-        withdraw = self.indices[g].withdraw
-        for block in blocks:
-            withdraw(block)
-        return blocks
-
-    def _release(self, g: int, block: int) -> None:
-        if block != NULL_BLOCK:
-            self.pools[g].free(block, reuse_first=not self.indices[g].is_published(block))
-
-    def _drop_out_of_window(self, sequence: CachedSequence) -> None:
-        for g in self._sliding:
-            table = sequence.tables[g]
-            first = min(self.first_block(self.windows[g], sequence.num_computed_tokens), len(table))
-            for i in range(sequence.first_blocks[g], first):
-                self._release(g, table[i])
-                table[i] = NULL_BLOCK
-            if first > sequence.first_blocks[g]:
-                sequence.first_blocks[g] = first
 
     def __repr__(self) -> str:
         pools = ", ".join(f"{pool.num_used}/{pool.num_usable}" for pool in self.pools)

@@ -14,6 +14,7 @@ from typing import Any
 from aiocb.kernels.formats import WeightFormat
 from aiocb.kernels.interface import PagedCall, Team
 from aiocb.kernels.library import Library, NativeHandle
+from aiocb.kernels.scans import ConvolveCall, DeltaCall, ScanRows, SelectiveChannelsCall, SelectiveHeadsCall
 
 __all__ = ["GenericKernels"]
 
@@ -52,6 +53,10 @@ class GenericKernels(NativeHandle):
         self.call_linear = self._calls.aiocb_generic_linear
         self._write = self._calls.aiocb_attention_write
         self._run = self._calls.aiocb_attention_run
+        self._convolve = self._calls.aiocb_convolve
+        self._delta_rule = self._calls.aiocb_delta_rule
+        self._selective_heads = self._calls.aiocb_selective_heads
+        self._selective_channels = self._calls.aiocb_selective_channels
 
     def write(self, call: PagedCall) -> None:
         """Store new keys and values in their pages.
@@ -68,6 +73,38 @@ class GenericKernels(NativeHandle):
             KernelError: a block outside of the pages, or heads that the kernels do not support; nothing was read.
         """
         self.check(self._run(self.handle, ctypes.byref(call)))
+
+    def convolve(self, rows: ScanRows, call: ConvolveCall) -> None:
+        """Convolve packed rows with the inputs before them; their slots then hold the last inputs.
+
+        Raises:
+            KernelError: a slot or a shape that would read out of bounds; nothing was written.
+        """
+        self.check(self._convolve(self.handle, ctypes.byref(rows), ctypes.byref(call)))
+
+    def delta_rule(self, rows: ScanRows, call: DeltaCall) -> None:
+        """Run the gated delta rule over packed rows, and leave the states in their slots.
+
+        Raises:
+            KernelError: as `convolve`.
+        """
+        self.check(self._delta_rule(self.handle, ctypes.byref(rows), ctypes.byref(call)))
+
+    def selective_heads(self, rows: ScanRows, call: SelectiveHeadsCall) -> None:
+        """Run the scan of Mamba 2 over packed rows, and leave the states in their slots.
+
+        Raises:
+            KernelError: as `convolve`.
+        """
+        self.check(self._selective_heads(self.handle, ctypes.byref(rows), ctypes.byref(call)))
+
+    def selective_channels(self, rows: ScanRows, call: SelectiveChannelsCall) -> None:
+        """Run the scan of Mamba 1 over packed rows, and leave the states in their slots.
+
+        Raises:
+            KernelError: as `convolve`.
+        """
+        self.check(self._selective_channels(self.handle, ctypes.byref(rows), ctypes.byref(call)))
 
     def pack(
         self, weight: int, stride: int, columns: int, depth: int, weight_format: WeightFormat, bias: int | None

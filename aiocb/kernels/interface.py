@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 
 from aiocb.kernels.formats import FORMATS, PANEL
+from aiocb.kernels.scans import ConvolveCall, DeltaCall, ScanRows, SelectiveChannelsCall, SelectiveHeadsCall
 from aiocb.kernels.selection import CONSTANTS, SelectArguments
 
 __all__ = [
@@ -152,6 +153,10 @@ SIGNATURES = {
     "aiocb_generic_linear": "i piplip",
     "aiocb_attention_write": "i pp",
     "aiocb_attention_run": "i pp",
+    "aiocb_convolve": "i ppp",
+    "aiocb_delta_rule": "i ppp",
+    "aiocb_selective_heads": "i ppp",
+    "aiocb_selective_channels": "i ppp",
     "aiocb_bandwidth": "i plp",
     "aiocb_arithmetic": "i pip",
 }
@@ -161,7 +166,8 @@ def expected_layout() -> dict[str, int]:
     """All that is written down on both sides: constants, and the size and offsets of every structure."""
     structures: dict[str, type[ctypes.Structure]] = {
         "Config": ModelConfig, "StepArgs": StepArguments, "SelectArgs": SelectArguments, "PagedCall": PagedCall,
-        "Team": Team,
+        "Team": Team, "ScanRows": ScanRows, "ConvolveCall": ConvolveCall, "DeltaCall": DeltaCall,
+        "SelectiveHeadsCall": SelectiveHeadsCall, "SelectiveChannelsCall": SelectiveChannelsCall,
     }  # fmt: skip
     names: dict[str, Mapping[str, int]] = {
         "operand": OPERANDS, "activation": ACTIVATIONS, "qk_norm": QK_NORMS,

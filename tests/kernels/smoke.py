@@ -16,6 +16,7 @@ from aiocb.kernels import KernelError, KernelUnavailable, Library, NativeModel, 
 from aiocb.kernels.formats import FORMATS
 from aiocb.kernels.generic import GenericKernels
 from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig, PagedCall, StepArguments
+from aiocb.kernels.scans import ConvolveCall, DeltaCall, ScanRows, SelectiveChannelsCall, SelectiveHeadsCall
 from aiocb.kernels.selection import CHOOSE, LOG_PROBABILITIES, TRUNCATED, WHOLE, SelectArguments
 
 HIDDEN, HEADS, KV, DIM, INNER, VOCAB, EXPERTS, EXPERT = 40, 6, 2, 16, 50, 77, 5, 24
@@ -150,6 +151,63 @@ def operators(library: Library, dtype: str) -> None:
     kernels.close()
 
 
+def recurrences(library: Library, dtype: str) -> None:
+    kernels = GenericKernels(library, num_threads=2)
+    starts, slots, fresh = (np.array(x, np.int32) for x in ([0, 1, 2, 21], [2, 1, 3], [0, 1, 0]))
+    rows = ScanRows(3, 4, starts.ctypes.data, slots.ctypes.data, fresh.ctypes.data)
+    heads, groups, dim, size, channels, width = 6, 2, 7, 19, 37, 4
+    kept: list[Any] = []
+
+    def at(shape: tuple[int, ...], kind: str = "float32") -> tuple[int, int]:
+        """Address of random values, and the bytes of one token or slot."""
+        values = weights(shape[0], int(np.prod(shape[1:])), kind)
+        kept.append(values)
+        return values.ctypes.data, values.strides[0]
+
+    x, x_stride = at((21, channels), dtype)
+    state, slot_stride = at((4, width, channels), dtype)
+    kernels.convolve(
+        rows,
+        ConvolveCall(
+            num_channels=channels, width=width, format=FORMATS[dtype].code, activation=ACTIVATIONS["silu"], input=x,
+            input_stride=x_stride, weight=at((width, channels))[0], state=state, slot_stride=slot_stride,
+            out=at((21, channels), dtype)[0],
+        ),
+    )  # fmt: skip
+    for by_channel in (0, 1):
+        (q, q_stride), (k, k_stride), (v, v_stride) = (
+            at((21, count), dtype) for count in (groups * dim, groups * dim, heads * size)
+        )
+        state, slot_stride = at((4, heads * dim * size))
+        kernels.delta_rule(
+            rows,
+            DeltaCall(
+                num_key_heads=groups, num_heads=heads, key_dim=dim, value_dim=size, format=FORMATS[dtype].code,
+                is_by_channel=by_channel, is_normed=1, scale=0.4, query=q, key=k, value=v, query_stride=q_stride,
+                key_stride=k_stride, value_stride=v_stride, decay=at((21, heads * (dim if by_channel else 1)))[0],
+                beta=at((21, heads))[0], state=state, slot_stride=slot_stride, out=at((21, heads * size), dtype)[0],
+            ),
+        )  # fmt: skip
+    for count, inner in ((heads, dim), (channels, 1)):
+        state, slot_stride = at((4, count * inner * size))
+        shapes = {"input": count * inner, "steps": count, "write": size, "read": size}
+        tokens = {name: at((21, columns), dtype) for name, columns in shapes.items()}
+        fields = {
+            **{name: address for name, (address, _) in tokens.items()},
+            **{f"{name}_stride": stride for name, (_, stride) in tokens.items()},
+            "rates": at((count, size))[0], "bias": at((count, 1))[0], "is_softplus": 1, "state_size": size,
+            "state": state, "slot_stride": slot_stride, "out": at((21, count * inner))[0],
+            "format": FORMATS[dtype].code,
+        }  # fmt: skip
+        if inner == 1:
+            kernels.selective_channels(rows, SelectiveChannelsCall(num_channels=count, **fields))
+        else:
+            kernels.selective_heads(
+                rows, SelectiveHeadsCall(num_heads=count, num_groups=1, head_dim=inner, max_step=9.0, **fields)
+            )
+    kernels.close()
+
+
 def main() -> int:
     library = load()
     if isinstance(library, KernelUnavailable):
@@ -179,6 +237,7 @@ def main() -> int:
         model.close()
     for dtype in ("float32", "bfloat16"):
         operators(library, dtype)
+        recurrences(library, dtype)
     print("smoke", library.instruction_set(), ctypes.sizeof(StepArguments))
     return 0
 

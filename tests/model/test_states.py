@@ -12,7 +12,6 @@ from torch import nn
 from aiocb.attention.base import KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.eager.packing import _next_delta, _next_input
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.eager.scans import continue_scan
 from aiocb.model.eager.slots import choose_states, layout_without_keys
@@ -29,9 +28,22 @@ CPU = torch.device("cpu")
 KEY = StateKey("recurrent", 0)
 
 
-def build(model: Any, **config: Any) -> TorchRunner:
+NEVER_SCANNED = {"zaya", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
+WAYS = ("split", "torch", "native")
+"""In which mixers are called: in parts, or once for all, with the scans of torch or of the kernels."""
+
+
+def build(model: Any, way: str = "split", **config: Any) -> TorchRunner:
     values = {"num_blocks": 96, "page_size": 4, "native": False, **config}
-    return TorchRunner(model, EngineConfig(**values), argmax_sampler, max_model_len=512)
+    if way == "native":
+        values |= {"page_size": 16, "native": None}
+    runner = TorchRunner(model, EngineConfig(**values), argmax_sampler, max_model_len=512)
+    if way == "split":
+        runner._adapter.scans = None
+    else:
+        assert f"scanned by {way} code" in described(runner)["mixers"]
+        assert " split" not in described(runner)["mixers"]
+    return runner
 
 
 def tensors_of(runner: TorchRunner) -> dict[StateKey, torch.Tensor]:
@@ -46,14 +58,16 @@ def recomputed(model: Any, tokens: list[int], num_new: int) -> list[int]:
     return whole[len(tokens) :]
 
 
-@pytest.mark.parametrize("name", STATES)
-def test_tokens_equal_generate(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in STATES for way in (WAYS if name not in NEVER_SCANNED else ("split",))]
+)
+def test_tokens_equal_generate(name: str, way: str) -> None:
     model = tiny(name, **STATES[name])
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     # generate() of xLSTM is not what the module says of the whole text.
     truth = recomputed if name == "xlstm" else generate
     expected = [truth(model, tokens, NUM_NEW) for tokens in prompts]
-    runner = build(model)
+    runner = build(model, way)
     for tensor in tensors_of(runner).values():
         tensor.fill_(math.nan)  # of whoever had the slots before
 
@@ -75,10 +89,11 @@ def test_tokens_equal_generate(name: str) -> None:
     runner.close()
 
 
+@pytest.mark.parametrize("way", ["split", "torch"])
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba", "falcon_h1"])
-def test_requests_go_on_from_copied_states(name: str) -> None:
+def test_requests_go_on_from_copied_states(name: str, way: str) -> None:
     model = tiny(name, **STATES[name])
-    runner = build(model)
+    runner = build(model, way)
     shared, ends = prompt(16), (prompt(7, 1), prompt(1, 2))
     blocks = ((1, 2, 3, 4),) * len(runner.cache_layout.groups)
     first = StepPlan(
@@ -140,9 +155,14 @@ def test_weights_that_the_owner_divides_are_followed() -> None:
 
 
 def test_how_mixers_are_called_is_explained() -> None:
-    told = described(build(tiny("qwen3_next", **STATES["qwen3_next"])))
-    assert told["mixers"].startswith("Qwen3NextGatedDeltaNet split, Qwen3NextAttention packed (what keeps a state")
+    runner = build(tiny("qwen3_next", **STATES["qwen3_next"]), "torch")
+    told = described(runner)
+    assert told["mixers"].startswith("Qwen3NextGatedDeltaNet scanned by torch code, Qwen3NextAttention packed (what")
     assert "requests" in told["state_slots"]
+    adapter = runner._adapter
+    adapter.scans, adapter.why_split = None, "because"
+    assert adapter.choices[0].value == "Qwen3NextGatedDeltaNet split, Qwen3NextAttention packed"
+    assert adapter.choices[0].reason.endswith("once for each request); because")
     assert "mixers" not in described(build(tiny("llama")))
 
 
@@ -156,53 +176,12 @@ def test_all_that_decode_are_one_call() -> None:
     for number in range(3):
         scheduler.add(prompt(5, number), 4)
     scheduler.step()
-    assert shapes == [(1, 15, 64)]
+    assert shapes == [(1, 5, 64)] * 3
     scheduler.add(prompt(1), 3, start_step=1)
     scheduler.add(prompt(9), 3, start_step=1)
     scheduler.step()
-    assert shapes[1:] == [(3, 1, 64), (1, 10, 64)]
-    for length in (2, 3, 40):  # so unequal that filling up would cost more
-        scheduler.add(prompt(length), 3, start_step=2)
-    scheduler.step()
-    assert shapes[3:] == [(5, 1, 64), (1, 2, 64), (1, 3, 64), (1, 40, 64)]
+    assert shapes[3:] == [(3, 1, 64), (1, 1, 64), (1, 9, 64)]
     runner.close()
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "mamba2", "falcon_h1"])
-def test_prompts_in_one_call_keep_apart(name: str) -> None:
-    model = tiny(name, **STATES[name])
-    runner = build(model)
-    for tensor in tensors_of(runner).values():
-        tensor.fill_(math.nan)
-    assert all(mixer.can_pack for mixer in runner._adapter.mixers)
-    prompts = [prompt(length, seed) for seed, length in enumerate((9, 12, 7, 2, 11))]
-    scheduler = ManualScheduler(runner, chunk=5)
-    for index, tokens in enumerate(prompts):
-        scheduler.add(tokens, NUM_NEW, start_step=index // 3)
-    assert scheduler.run() == [generate(model, tokens, NUM_NEW) for tokens in prompts]
-    runner.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_token_of_the_gated_delta_rule(dtype: torch.dtype) -> None:
-    from transformers.models.qwen3_next import modeling_qwen3_next as own
-
-    torch.manual_seed(0)
-    query, key = torch.randn(2, 3, 1, 2, 8, dtype=dtype)
-    value, (g, beta) = torch.randn(3, 1, 4, 6, dtype=dtype), torch.rand(2, 3, 1, 4)
-    state, rule = torch.randn(3, 4, 8, 6), own.torch_recurrent_gated_delta_rule
-    options: Any = {"g": -g, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-    expected = rule(query, key, value, initial_state=state, **options)
-    given = _next_delta(rule)(query, key, value, initial_state=state.clone(), **options)
-    for one, other in zip(given, expected, strict=True):
-        torch.testing.assert_close(one, other)
-    weight, inputs, before = torch.randn(5, 4, dtype=dtype), torch.randn(3, 5, 1, dtype=dtype), torch.randn(3, 5, 4)
-    states = before.to(dtype).clone(), before.to(dtype).clone()
-    for bias in (None, torch.randn(5, dtype=dtype)):
-        update = own.causal_conv1d_update
-        expected = update(inputs, states[0], weight, bias, "silu")
-        torch.testing.assert_close(_next_input(update)(inputs, states[1], weight, bias, "silu"), expected)
-        torch.testing.assert_close(*states)
 
 
 def test_a_scan_goes_on_from_any_state() -> None:

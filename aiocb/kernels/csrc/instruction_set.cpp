@@ -8,6 +8,7 @@
 #include "linear.h"
 #include "model.h"
 #include "pool.h"
+#include "recurrence.h"
 #include "rows.h"
 #include "select.h"
 #include "vec.h"
@@ -297,7 +298,8 @@ const WeightFormat formats[] = {AIOCB_FORMATS(AIOCB_FORMAT)};
 #define AIOCB_STRING(name) AIOCB_STRING_(name)
 extern const InstructionSet isa;
 const InstructionSet isa = {AIOCB_STRING(AIOCB_ISA), formats, step, attention, linear, norm, activation, select,
-                            read_memory, paged_write, paged_attend, linear_rows};
+                            read_memory, paged_write, paged_attend, linear_rows, convolve, delta_rule, selective_heads,
+                            selective_channels};
 
 }  // namespace AIOCB_ISA
 }  // namespace aiocb

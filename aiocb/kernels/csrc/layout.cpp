@@ -2,6 +2,7 @@
 #include <cstddef>
 
 #include "executor.h"
+#include "scans.h"
 #include "selection.h"
 
 namespace {
@@ -43,6 +44,16 @@ constexpr Entry kEntries[] = {
            alibi, scale, softcap, pool, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride,
            value_stride, value_head_stride, slots, starts, lengths, pages, offsets, num_pages, sinks, slopes, out)
     STRUCT(Team, parallel, thread, size)
+    STRUCT(ScanRows, num_rows, num_slots, starts, slots, is_fresh)
+    STRUCT(ConvolveCall, num_channels, width, format, activation, input, input_stride, weight, bias, state, slot_stride,
+           out)
+    STRUCT(DeltaCall, num_key_heads, num_heads, key_dim, value_dim, format, is_by_channel, is_normed, scale, query, key,
+           value, query_stride, key_stride, value_stride, decay, beta, state, slot_stride, out)
+    STRUCT(SelectiveHeadsCall, num_heads, num_groups, head_dim, state_size, format, is_softplus, min_step, max_step,
+           input, steps, write, read, input_stride, steps_stride, write_stride, read_stride, rates, skip, bias, state,
+           slot_stride, out)
+    STRUCT(SelectiveChannelsCall, num_channels, state_size, format, is_softplus, input, steps, write, read,
+           input_stride, steps_stride, write_stride, read_stride, rates, skip, bias, state, slot_stride, out)
     AIOCB_FORMATS(FORMAT)
     {"operand.float32", kF32Operand}, {"operand.bfloat16", kBf16Operand}, {"operand.int8", kInt8Operand},
     {"activation.silu", kSilu}, {"activation.gelu_tanh", kGeluTanh}, {"activation.gelu", kGeluErf},

@@ -36,6 +36,11 @@ struct Lane {
 
 struct Pool;
 struct SelectArgs;
+struct ScanRows;
+struct ConvolveCall;
+struct DeltaCall;
+struct SelectiveHeadsCall;
+struct SelectiveChannelsCall;
 
 // Where rows of activations are quantised: one place for all linears of a model, which run one after another.
 struct QuantizedRows {
@@ -217,6 +222,10 @@ struct InstructionSet {
   void (*paged_attend)(const PagedModel* model, Lane lane);
   void (*linear_rows)(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,
                       Lane lane);
+  void (*convolve)(const ScanRows* rows, const ConvolveCall* call, Pool* pool, Lane lane);
+  void (*delta_rule)(const ScanRows* rows, const DeltaCall* call, Pool* pool, Lane lane);
+  void (*selective_heads)(const ScanRows* rows, const SelectiveHeadsCall* call, Pool* pool, Lane lane);
+  void (*selective_channels)(const ScanRows* rows, const SelectiveChannelsCall* call, Pool* pool, Lane lane);
 };
 
 }  // namespace aiocb

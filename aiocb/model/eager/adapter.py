@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from aiocb.attention.base import AttentionBackend, LayerSpec
+from aiocb.config import Choice
 from aiocb.errors import ConfigError
 from aiocb.model.eager.batch import pack
 from aiocb.model.eager.cache import cache_for
@@ -34,9 +35,11 @@ from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.mixers import Mixer, Watch, attend_outside, explain, learn_mixers, split
 from aiocb.model.eager.own_attention import needs_masks, take_over
 from aiocb.model.eager.own_states import keep_states
-from aiocb.model.eager.parts import make_packed_parts, make_parts
+from aiocb.model.eager.packed import PackedStates, scan_packed
+from aiocb.model.eager.parts import make_parts
 from aiocb.model.eager.passes import Pass, current, entered
 from aiocb.model.eager.positions import learn_tables, sequence_bound
+from aiocb.model.eager.recurrence import Scans
 from aiocb.model.eager.rotary import Lengths, follow_lengths, learn_switch
 from aiocb.model.eager.states import StateKey, StateSpec, StateStorage
 from aiocb.model.eager.view import View, text_config
@@ -100,7 +103,8 @@ class ModelAdapter:
         states: one request's part of each state, likewise.
         mixers: modules that are called in parts, likewise.
         scan_chunk: tokens that the mixers scan at once.
-        choices: how mixers are called, where not all are packed.
+        scans: what mixers scan the rows of all requests with; None where they are called in parts.
+        why_split: the reason for it.
         dtype: of keys and values.
         device: of the model's input.
         vocab_size: rows of the logits.
@@ -167,6 +171,9 @@ class ModelAdapter:
                 self._bound_length(getattr(module, KEPT_KEYS), f"{KEPT_KEYS} of its attention")
                 setattr(module, KEPT_KEYS, sys.maxsize)
         self.mixers: list[Mixer] = []
+        self._why_not_packed: dict[nn.Module, str] = {}
+        self.scans: Scans | None = None
+        self.why_split = ""
         try:
             tried = self._try_dry_run()
         except NotPlainError:
@@ -218,14 +225,36 @@ class ModelAdapter:
         """Find the modules that keep states or attend in parts, and call them so from now on."""
         self.mixers = learn_mixers(*watches)
         for mixer in self.mixers:
+            module, kinds = mixer.module, {key.kind for key in watches[0].recorder.owners.get(mixer.module, ())}
+            own = module.forward
             split(mixer)
+            why_not = scan_packed(module, own, kinds)
+            if why_not:
+                self._why_not_packed[module] = "" if mixer.attends else why_not
         for module in watches[0].surveyor.outside:
             attend_outside(module)
 
     def _explain(self, recorder: Recorder) -> None:
         chunks = (getattr(mixer.module, "chunk_size", SCAN_CHUNK) for mixer in self.mixers)
         self.scan_chunk = math.lcm(*(chunk for chunk in chunks if isinstance(chunk, int)))
-        self.choices = [explain(self.mixers, recorder.attending.values())] if self.mixers else []
+        self._attending = tuple(recorder.attending.values())
+
+    @property
+    def choices(self) -> list[Choice]:
+        """How mixers are called, where not all only attend."""
+        if not self.mixers:
+            return []
+        scanned = {} if self.scans is None else dict.fromkeys(self._scanned(), self.scans.name)
+        reasons = self._why_not_packed if self.scans is not None else dict.fromkeys(self._scanned(), self.why_split)
+        return [explain(self.mixers, self._attending, scanned, set(reasons.values()) - {""})]
+
+    @property
+    def is_split(self) -> bool:
+        """True where mixers must be called in parts."""
+        return bool(self._why_not_packed)
+
+    def _scanned(self) -> list[nn.Module]:
+        return [mixer.module for mixer in self.mixers if mixer.module not in self._why_not_packed]
 
     def _learn_masks(self, unsure: Mapping[int, str]) -> None:
         """Let the model build its masks once: take windows and chunks from them."""
@@ -350,13 +379,14 @@ class ModelAdapter:
         """Pack the entries of a plan, and run the model over pages and slots: logits [N, V]."""
         packed = pack(entries, records, cache.layout, self.device, self.dtype)
         handler = PagedHandler(backend, cache, self.specs, packed.batch)
-        parts = single_parts = packed_parts = None
-        if self.mixers:
+        parts = single_parts = whole = None
+        if self.scans is not None and storage is not None:
+            whole = Pass(PackedStates(storage, packed.rows, self.scans), packed.positions, 0)
+        if self.mixers and (whole is None or self.is_split):
             make = functools.partial(make_parts, packed, backend, cache, storage, self.view.model.dtype)
             parts = make()
             single_parts = make(one_by_one=True) if any(mixer.is_single for mixer in self.mixers) else None
-            packed_parts = make_packed_parts(packed, parts, storage)
-        answering = Pass(handler, packed.positions, 0, parts, single_parts, packed_parts)
+        answering = Pass(handler, packed.positions, 0, parts, single_parts, whole)
         self._lengths = packed.lengths
         try:
             return self._answered(packed.input_ids, packed.logit_rows, answering)
@@ -364,12 +394,20 @@ class ModelAdapter:
             self._lengths = None
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        handler: Handler,
+        past: Any = 0,
+        call: Callable[..., Any] | None = None,
     ) -> Tensor:
-        """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
-        return self._answered(input_ids, logit_rows, Pass(handler, positions, past))
+        """Run the view once, or what is called in its place. input_ids, positions [1, T], logit_rows [N] -> [N, V]."""
+        return self._answered(input_ids, logit_rows, Pass(handler, positions, past), call)
 
-    def _answered(self, input_ids: Tensor, logit_rows: Tensor, answering: Pass) -> Tensor:
+    def _answered(
+        self, input_ids: Tensor, logit_rows: Tensor, answering: Pass, call: Callable[..., Any] | None = None
+    ) -> Tensor:
         positions = answering.positions
         values: dict[str, Any] = {"use_cache": self._gets_cache}
         if self._gets_cache:
@@ -383,7 +421,9 @@ class ModelAdapter:
             past = positions[0] - torch.arange(positions.shape[1], device=positions.device)
             answering = answering._replace(past=past)
         with entered(answering):
-            logits: Tensor = self.view.model(input_ids=input_ids, **values).logits  # [1, N, V]
+            logits: Tensor = (self.view.model if call is None else call)(
+                input_ids=input_ids, **values
+            ).logits  # [1, N, V]
         if not self._takes_logit_rows:
             logits = logits.index_select(1, logit_rows)
         return logits[0]

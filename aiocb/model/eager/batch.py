@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from aiocb.attention.base import GroupTables, StepBatch, first_visible
+from aiocb.model.eager.recurrence import PackedRows
 from aiocb.model.eager.rotary import Lengths
 from aiocb.records import Record
 from aiocb.step import CacheLayout, LengthSwitch, StepEntry
@@ -44,6 +45,12 @@ class PackedStep(NamedTuple):
     batch: StepBatch
     state_slots: tuple[int, ...] = ()
     lengths: Lengths | None = None
+
+    @property
+    def rows(self) -> PackedRows:
+        """Which tokens go on from which states."""
+        batch = self.batch
+        return PackedRows(batch.starts, np.array(self.state_slots), batch.computed == 0, batch.device)
 
 
 def pack(

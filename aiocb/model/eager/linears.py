@@ -32,7 +32,7 @@ class PackedLinears:
     """
 
     def __init__(self, view: nn.Module, kernels: GenericKernels) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self.has_own_threads = kernels.threads == "own"
         self._packed: list[nn.Module] = []
         self.num_bytes = 0
@@ -47,7 +47,7 @@ class PackedLinears:
     def repack(self, view: nn.Module) -> None:
         """Pack all weights of a view, in place of those that were packed before."""
         self._unpack()
-        self._kernels.clear()
+        self.kernels.clear()
         self.num_bytes = self.num_linears = 0
         for module in view.modules():
             source = _source(module)
@@ -74,7 +74,7 @@ class PackedLinears:
         biases = None if bias is None else bias.detach().float().contiguous()
         columns, depth = rows.shape
         try:
-            index = self._kernels.pack(
+            index = self.kernels.pack(
                 rows.data_ptr(),
                 depth * rows.element_size(),
                 columns,
@@ -84,12 +84,12 @@ class PackedLinears:
             )
         except KernelError:
             return None  # an odd depth in bf16: torch computes it
-        return _forward(module, self._kernels, index, columns, depth, weight.dtype)
+        return _forward(module, self.kernels, index, columns, depth, weight.dtype)
 
     def close(self) -> None:
         """Free the packed weights. Idempotent."""
         self._unpack()
-        self._kernels.close()
+        self.kernels.close()
 
 
 def packed_bytes(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ Legend: T packed tokens, B requests of a part, L tokens of one request.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -28,7 +28,6 @@ from transformers.cache_utils import Cache
 from aiocb.config import Choice
 from aiocb.model.eager.handlers import Recorder
 from aiocb.model.eager.masks import NotPlainError
-from aiocb.model.eager.packing import can_pack, decoding, packed
 from aiocb.model.eager.passes import Part, current, entered
 from aiocb.model.eager.scans import continued
 from aiocb.model.eager.survey import Outside, Surveyor
@@ -58,7 +57,6 @@ class Mixer(NamedTuple):
         result: of what it returns.
         attends: why it attends in parts; empty where it only keeps a state.
         is_single: no two requests in one call.
-        can_pack: several prompts can be one call.
     """
 
     module: nn.Module
@@ -66,7 +64,6 @@ class Mixer(NamedTuple):
     result: _Dims
     attends: str = ""
     is_single: bool = False
-    can_pack: bool = False
 
 
 class _Call(NamedTuple):
@@ -144,8 +141,7 @@ def learn_mixers(first: Watch, second: Watch) -> list[Mixer]:
         one, other = first.calls[module], second.calls[module]
         args, kwargs, result = (_dims(*pair, lengths, name, is_own=bool(why)) for pair in zip(one, other, strict=True))
         is_single = module in surveyor.alone or _DISTANCES in (args or ()) or _DISTANCES in (kwargs or {}).values()
-        packs = not why and can_pack(module.forward, module, [*recorder.owners[module]])
-        mixers.append(Mixer(module, (args, kwargs), result, why, is_single, packs))
+        mixers.append(Mixer(module, (args, kwargs), result, why, is_single))
     return mixers
 
 
@@ -185,8 +181,6 @@ def _or_none(found: list[_Dims]) -> _Dims:
 def split(mixer: Mixer) -> None:
     """Call the mixer in the parts of a step, from now on; hooks run around the whole of it as before."""
     module, own = mixer.module, continued(mixer.module.forward)
-    own_packed = packed(module.forward) if mixer.can_pack else None
-    own_decoding = decoding(module.forward) or own
     (args_dims, kwargs_dims), result_dims = mixer.arguments, mixer.result
     # Some modules look at the name of their attention before they hide anything.
     attends = functools.partial(_named, module.config, "eager") if mixer.attends else nullcontext
@@ -195,9 +189,7 @@ def split(mixer: Mixer) -> None:
         answering = current(None)
         if answering is None:
             return own(*args, **kwargs)
-        parts = answering.parts
-        if own_packed is not None or mixer.is_single:
-            parts = answering.single_parts if mixer.is_single else answering.packed_parts
+        parts = answering.single_parts if mixer.is_single else answering.parts
         if parts is None:
             if not mixer.attends or not isinstance(answering.handler, Recorder):
                 return own(*args, **kwargs)
@@ -208,9 +200,8 @@ def split(mixer: Mixer) -> None:
         for index, part in enumerate(parts):
             take = functools.partial(_taken, part=part, index=index, handler=answering.handler)
             own_args, own_kwargs = take(args, args_dims), take(kwargs, kwargs_dims)
-            called: Any = own_packed if part.is_packed else own_decoding if part.is_batch else own
             with entered(part.inner), attends():
-                results.append(called(*own_args, **own_kwargs))
+                results.append(own(*own_args, **own_kwargs))
             part.inner.handler.finish_part()
         return _joined(results, result_dims, parts)
 
@@ -285,17 +276,30 @@ def _joined(results: list[Any], dims: _Dims, parts: Sequence[Part]) -> Any:
     return type(first)._make(items) if hasattr(first, "_make") else type(first)(items)
 
 
-def explain(mixers: Sequence[Mixer], others: Iterable[str]) -> Choice:
-    """Say of each kind of mixer how it is called, and why."""
-    kinds = {type(mixer.module).__name__: mixer for mixer in mixers}
-    how = {name: "one by one" if mixer.is_single else "split" for name, mixer in kinds.items()}
-    names = [*(f"{name} {called}" for name, called in how.items())]
-    names += [f"{name} packed" for name in sorted(set(others) - set(kinds))]
-    reasons = {mixer.attends or "keeps a state": None for mixer in mixers}
-    return Choice(
-        "mixers",
-        ", ".join(names),
-        f"what {', '.join(reasons)} is called once for all that decode, and once for each prompt (one by one: once for "
-        f"each request{'; several prompts at once, where they are alike' if any(m.can_pack for m in mixers) else ''}); "
-        "what only caches keys and calls the attention function is called once for all",
-    )
+def explain(
+    mixers: Sequence[Mixer], attending: Iterable[str], scanned: Mapping[nn.Module, str], why_split: Set[str]
+) -> Choice:
+    """Say of each kind of mixer how it is called, and why.
+
+    Args:
+        attending: names of the modules that attend.
+        scanned: mixers that scan the rows of all requests at once, and by what.
+        why_split: why others that keep a state do not.
+    """
+    how = {type(mixer.module).__name__: _called(mixer, scanned.get(mixer.module)) for mixer in mixers}
+    names = [f"{name} {called}" for name, called in how.items()]
+    names += [f"{name} packed" for name in sorted(set(attending) - set(how))]
+    parts = {mixer.attends or "keeps a state": None for mixer in mixers if mixer.module not in scanned}
+    why = "what only caches keys and calls the attention function, or is scanned, is called once for all"
+    if parts:
+        why += (
+            f"; what {', '.join(parts)} is called once for all that decode, and once for each prompt (one by one: once "
+            f"for each request){''.join(f'; {reason}' for reason in sorted(why_split))}"
+        )
+    return Choice("mixers", ", ".join(names), why)
+
+
+def _called(mixer: Mixer, scanned: str | None) -> str:
+    if scanned is not None:
+        return f"scanned by {scanned} code"
+    return "one by one" if mixer.is_single else "split"

@@ -14,13 +14,12 @@ from aiocb.attention.paged import additive
 from aiocb.model.eager.batch import PackedStep
 from aiocb.model.eager.handlers import AttentionCall, Handler
 from aiocb.model.eager.masks import MaskFunction, NotPlainError
-from aiocb.model.eager.packing import Packing
 from aiocb.model.eager.passes import Part, Pass
 from aiocb.model.eager.states import StateKey, StateRows, StateStorage
 from aiocb.model.eager.survey import INDEX_LAYERS, attend_as_model, indexed
 from aiocb.model.kv import PagedCache
 
-__all__ = ["PartHandler", "make_packed_parts", "make_parts"]
+__all__ = ["PartHandler", "make_parts"]
 
 
 def make_parts(
@@ -40,20 +39,6 @@ def make_parts(
     if one_by_one:
         rows = [(row, row + 1, True) for row in range(batch.num_decodes)]
     return [_part(packed, backend, cache, storage, dtype, *each) for each in [*rows, *alone] if each[0] < each[1]]
-
-
-def make_packed_parts(packed: PackedStep, parts: list[Part], storage: StateStorage | None) -> list[Part]:
-    """Make one part of all requests that do not decode, where that is worth it."""
-    batch = packed.batch
-    first = int((batch.computed[: batch.num_decodes] > 0).sum())
-    lengths = (batch.lengths - batch.computed)[first:].tolist()
-    if storage is None or not Packing.is_worth_it(lengths):
-        return parts
-    start, stop = int(batch.starts[first]), int(batch.starts[-1])
-    is_fresh = (batch.computed[first:] == 0).tolist()
-    handler = PackedHandler(Packing(storage, packed.state_slots[first:], is_fresh, lengths))
-    inner = Pass(handler, packed.positions[:, start:stop], 0)
-    return [*parts[: int(first > 0)], Part(start, stop, is_batch=False, inner=inner, is_packed=True)]
 
 
 def _part(
@@ -219,35 +204,3 @@ class PartHandler(Handler):
         if self._rows is None:
             raise NotPlainError("a state is asked for that was not there in the dry run")
         return self._rows
-
-
-class PackedHandler(Handler):
-    """Answers one part of several requests, one after the other, whose mixer only keeps states.
-
-    Attributes:
-        packing: the requests.
-    """
-
-    def __init__(self, packing: Packing) -> None:
-        super().__init__()
-        self.packing = packing
-
-    def get_state(self, key: StateKey) -> Tensor | None:
-        """Return a scan's states [R, ...]; a convolution gets what it has to see by `convolve`."""
-        return None if key.kind == "conv" else self.packing.get(key)
-
-    def put_state(self, key: StateKey, state: Tensor) -> None:
-        """Store the states [R, ...]."""
-        self.packing.put(key, state)
-
-    def convolve(self, key: StateKey, inputs: Tensor, width: int | None) -> Tensor:
-        """Store a convolution's states; return all that it has to see."""
-        return self.packing.convolve(key, inputs)
-
-    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Refuse: such mixers cache no keys."""
-        raise NotPlainError("keys are cached where none were in the dry run")
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Refuse, likewise."""
-        raise NotPlainError("a mixer attends that did not in the dry run")

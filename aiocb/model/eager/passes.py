@@ -28,7 +28,7 @@ class Pass(NamedTuple):
         past: what it is told when it asks for the length of its cache.
         parts: in which split mixers are called; None where they are called as a whole.
         single_parts: the same, no two requests in one.
-        packed_parts: the same, all requests in one but those that decode; `parts` where that is not worth it.
+        packed: what answers in mixers that scan all rows at once; None where these are called in parts, too.
     """
 
     handler: Handler
@@ -36,7 +36,7 @@ class Pass(NamedTuple):
     past: Any
     parts: Sequence[Part] | None = None
     single_parts: Sequence[Part] | None = None
-    packed_parts: Sequence[Part] | None = None
+    packed: Pass | None = None
 
 
 class Part(NamedTuple):
@@ -46,14 +46,12 @@ class Part(NamedTuple):
         start, stop: the tokens.
         is_batch: each is a request's only one: the call is on [B, 1, ...]; else they are one request's: [1, L, ...].
         inner: what answers within the call.
-        is_packed: they are several requests', one after the other: [1, T, ...].
     """
 
     start: int
     stop: int
     is_batch: bool
     inner: Pass
-    is_packed: bool = False
 
 
 _PASS: ContextVar[Pass] = ContextVar("aiocb_pass")

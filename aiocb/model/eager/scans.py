@@ -12,37 +12,47 @@ Legend: B rows, C channels, L tokens, N size of the state.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aiocb.model.eager.packing import rebound
 from aiocb.model.eager.passes import current
 
 __all__ = ["continue_scan", "continued"]
 
+_SCAN = "mamba_selective_scan"
 _MAX_VALUES = 1 << 24
 """Of decayed states that are held at once."""
 
 
 def continued(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return a mixer's forward that goes on from the state of its requests, where its scan would forget it."""
+    if not isinstance(own, MethodType):
+        return own
+    plain = inspect.unwrap(own.__func__)
+    if not isinstance(plain, FunctionType) or _SCAN not in plain.__code__.co_names:
+        return own
+    scan = plain.__globals__[_SCAN]
+    # Without the state's users knowing: the function's own copy looks up our scan under the same name.
     heads: list[Iterator[Tensor | None]] = [repeat(None)]
 
-    def going_on(scan: Any) -> Any:
-        return lambda *args, **kwargs: continue_scan(scan, next(heads[0]), *args, **kwargs)
+    def scan_on(*args: Any, **kwargs: Any) -> Any:
+        return continue_scan(scan, next(heads[0]), *args, **kwargs)
 
-    copied = rebound(own, {"mamba_selective_scan": going_on})
-    if copied is None:
-        return own
+    own_copy = FunctionType(
+        plain.__code__, {**plain.__globals__, _SCAN: scan_on}, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    own_copy.__kwdefaults__ = plain.__kwdefaults__
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         heads[0] = _initial_states()
-        return copied(*args, **kwargs)
+        return own_copy(own.__self__, *args, **kwargs)
 
     return forward
 

@@ -62,9 +62,7 @@ class StateStorage:
     def __init__(self, specs: Mapping[StateKey, StateSpec], num_slots: int, device: torch.device) -> None:
         try:
             # Zeroed: what nobody wrote must be finite.
-            self.tensors = {
-                key: torch.zeros(num_slots, *spec.shape, dtype=spec.dtype, device=device) for key, spec in specs.items()
-            }
+            self.tensors = {key: _zeros(num_slots, spec, key.kind == "conv", device) for key, spec in specs.items()}
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"{num_slots} slots of states do not fit into memory; lower max_state_memory or max_requests_per_batch"
@@ -79,6 +77,13 @@ class StateStorage:
     def close(self) -> None:
         """Free the storage."""
         self.tensors = {}
+
+
+def _zeros(num_slots: int, spec: StateSpec, is_convolution: bool, device: torch.device) -> Tensor:
+    if not is_convolution or len(spec.shape) != 2:
+        return torch.zeros(num_slots, *spec.shape, dtype=spec.dtype, device=device)
+    # Of a convolution [C, k], the channels lie side by side: it is computed for many of them at once.
+    return torch.zeros(num_slots, *reversed(spec.shape), dtype=spec.dtype, device=device).transpose(1, 2)
 
 
 class StateRows:
