@@ -181,7 +181,8 @@ def _lengths(runner: Checked) -> list[int]:
     num_blocks = min(group.num_blocks for group in layout.groups) - 1
     first = min(LENGTH, runner.max_model_len, max(num_blocks - 1, 1) * layout.page_size)
     second = min(first // 3, (num_blocks - -(-first // layout.page_size)) * layout.page_size)
-    return [first, second] if second > 0 else [first]
+    has_room = second > 0 and (layout.states is None or layout.states.num_slots > 2)
+    return [first, second] if has_room else [first]
 
 
 def _plans(prompts: Sequence[list[int]], layout: CacheLayout) -> Iterator[StepPlan]:

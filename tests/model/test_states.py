@@ -127,6 +127,15 @@ def test_requests_go_on_from_copied_states(name: str, way: str) -> None:
     runner.close()
 
 
+def test_one_slot_is_enough() -> None:
+    model = tiny("lfm2", **STATES["lfm2"])
+    runner = build(model, max_requests_per_batch=1, state_interval=0)
+    assert runner.cache_layout.states is not None and runner.cache_layout.states.num_slots == 2
+    scheduler = ManualScheduler(runner, chunk=6)
+    scheduler.add(prompt(19), NUM_NEW)
+    assert scheduler.run() == [generate(model, prompt(19), NUM_NEW)]
+
+
 def test_weights_that_the_owner_divides_are_followed() -> None:
     model: Any = tiny("rwkv", **STATES["rwkv"])
     weight = model.rwkv.blocks[6].attention.output.weight

@@ -116,7 +116,7 @@ def cache_for(model: nn.Module) -> StepCache:
     """Return a cache that passes for the model's own kind, where it has one and insists on it."""
     kinds = {
         kind
-        for module in {type(one).__module__ for one in model.modules()}
+        for module in {type(one).__module__ for one in model.modules()} & sys.modules.keys()
         for kind in vars(sys.modules[module]).values()
         if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == module
     }

@@ -123,7 +123,9 @@ class StateRows:
     def put(self, key: StateKey, state: Tensor) -> None:
         """Store a state [B, ...]."""
         if self._slots is None:
-            self._tensors[key][self._first : self._first + self._count].copy_(state)
+            own = self._tensors[key][self._first : self._first + self._count]
+            if own.data_ptr() != state.data_ptr():  # else it was changed in place
+                own.copy_(state)
         else:
             self._taken.pop(key, None)  # what was given out is out of date
             self._tensors[key].index_copy_(0, self._slots, state.to(self._tensors[key].dtype))
