@@ -23,6 +23,8 @@ SchedulerType = Literal["fifo", "prefill_first", "priority"]
 SCHEDULER_TYPES: tuple[SchedulerType, ...] = ("fifo", "prefill_first", "priority")
 MIN_PAGE_SIZE = 4
 MIN_BATCH_TOKENS = 16
+Q_INTERVAL = 64
+KV_INTERVAL = 16384
 
 
 class Choice(NamedTuple):
@@ -55,10 +57,24 @@ class EngineConfig:
         allow_block_sharing: prefix caching.
         return_logprobs: log-probabilities of the chosen token for every request.
         per_request_processors: per-request sampling is always on; an engine refuses False.
-        use_cuda_graph, q_padding_interval_size, kv_padding_interval_size, use_async_batching,
-            default_compile_level, varlen_compile_config, decode_compile_config, max_blocks_per_request,
-            cpu_offload_space, cpu_offload_space_safety_threshold, cpu_group_timeout: names of transformers' settings
-            that have no effect yet; an engine refuses other values than the defaults.
+        use_cuda_graph: record steps on an accelerator before traffic and replay them: steps with prompts, and steps
+            without, or one answer for both. None: those without, where that works. `use_accelerator_graph` is the
+            same.
+        q_padding_interval_size: tokens of the smallest recorded step with prompts; 0 is 64. Set, it asks for these.
+        kv_padding_interval_size: gathered keys of recorded steps are a power of two below, and a multiple above it; 0
+            is 16384.
+        use_async_batching: launch a step before the last one's tokens are known. None: where that works.
+        default_compile_level: torch.compile of steps without prompts: 0 none, 1 default mode, dynamic; 2
+            max-autotune-no-cudagraphs, dynamic; 3 the same, static.
+        varlen_compile_config, decode_compile_config: fields of transformers' `CompileConfig` (or a mapping) for steps
+            with prompts, and for those without; they count before the level.
+        max_blocks_per_request: blocks of a request that have room in the tables on the device; None is enough for 8192
+            tokens. Longer requests run, slower. 0: all steps are prepared on the host.
+        cpu_offload_space: GiB of the host's memory to which the cache of preempted requests is copied, instead of being
+            recomputed; 0.0 is none, None as much as the next one allows.
+        cpu_offload_space_safety_threshold: share of the memory that is left, [0, 1]: the most for `cpu_offload_space`.
+        cpu_group_timeout: name of a setting of transformers that has no effect yet; an engine refuses other values than
+            the default.
         auto_switch_to_flash: take flash-attn where it is installed.
         max_queue_size: most waiting requests; 0 is no bound.
         max_prompt_characters: most characters of a prompt of text or messages; longer ones are refused unread. None: 32
@@ -91,9 +107,9 @@ class EngineConfig:
     allow_block_sharing: bool = True
     return_logprobs: bool = False
     per_request_processors: bool = True
-    use_cuda_graph: bool | None = None
-    q_padding_interval_size: int = 64
-    kv_padding_interval_size: int = 16384
+    use_cuda_graph: bool | tuple[bool, bool] | None = None
+    q_padding_interval_size: int = Q_INTERVAL
+    kv_padding_interval_size: int = KV_INTERVAL
     use_async_batching: bool | None = None
     default_compile_level: int = 0
     varlen_compile_config: Any = None
@@ -116,8 +132,16 @@ class EngineConfig:
     start_timeout: float = 60.0
     hang_timeout: float = 60.0
     block_size: dataclasses.InitVar[int | None] = None
+    use_accelerator_graph: dataclasses.InitVar[bool | tuple[bool, bool] | None] = None
 
-    def __post_init__(self, block_size: int | None) -> None:
+    def __post_init__(self, block_size: int | None, use_accelerator_graph: bool | tuple[bool, bool] | None) -> None:
+        if use_accelerator_graph is not None and self.use_cuda_graph is None:
+            object.__setattr__(self, "use_cuda_graph", use_accelerator_graph)
+        _is_switch("use_cuda_graph", self.use_cuda_graph, pair=True)
+        _is_switch("use_async_batching", self.use_async_batching)
+        for name, default in (("q_padding_interval_size", Q_INTERVAL), ("kv_padding_interval_size", KV_INTERVAL)):
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, default)
         if block_size is not None:
             warnings.warn("block_size is deprecated, use page_size", FutureWarning, stacklevel=3)
             if self.page_size is None:
@@ -150,6 +174,30 @@ class EngineConfig:
         if self.default_compile_level not in (0, 1, 2, 3):
             raise ConfigError(f"default_compile_level must be 0, 1, 2 or 3, not {self.default_compile_level!r}")
 
+    @property
+    def graph_booleans(self) -> tuple[bool, bool]:
+        """Whether steps with prompts, and steps without, are recorded."""
+        if isinstance(self.use_cuda_graph, tuple):
+            return self.use_cuda_graph
+        if self.use_cuda_graph is not None:
+            return self.use_cuda_graph, self.use_cuda_graph
+        is_padded = (self.q_padding_interval_size, self.kv_padding_interval_size) != (Q_INTERVAL, KV_INTERVAL)
+        return is_padded, True
+
+    def accelerator_settings(self) -> list[str]:
+        """The names of what is asked for that only an accelerator can do."""
+        asked = {
+            "use_cuda_graph": self.use_cuda_graph not in (None, False, (False, False)),
+            "q_padding_interval_size": self.q_padding_interval_size != Q_INTERVAL,
+            "kv_padding_interval_size": self.kv_padding_interval_size != KV_INTERVAL,
+            "use_async_batching": bool(self.use_async_batching),
+            "default_compile_level": self.default_compile_level != 0,
+            "varlen_compile_config": self.varlen_compile_config is not None,
+            "decode_compile_config": self.decode_compile_config is not None,
+            "max_blocks_per_request": bool(self.max_blocks_per_request),
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
+
     @classmethod
     def from_transformers(cls, config: ContinuousBatchingConfig, **changes: Any) -> EngineConfig:
         """Take the fields of transformers' `ContinuousBatchingConfig` that exist here; the object is not changed.
@@ -170,6 +218,13 @@ class EngineConfig:
             if not values.get(name):
                 values.pop(name, None)
         return cls(**{**values, **changes})
+
+
+def _is_switch(name: str, value: Any, *, pair: bool = False) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not pair or not isinstance(value, tuple) or len(value) != 2 or not all(isinstance(one, bool) for one in value):
+        raise ConfigError(f"{name} must be True, False{', a pair of them' if pair else ''} or None, not {value!r}")
 
 
 def _at_least(name: str, value: Any, low: int) -> None:

@@ -78,6 +78,9 @@ class Records:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    def __getitem__(self, request_id: int) -> Record:
+        return self._by_id[request_id]
+
     def begin(self, plan: StepPlan) -> list[Record]:
         """Close, open and extend what the plan names; return the record of each entry, in their order."""
         by_id = self._by_id

@@ -107,12 +107,16 @@ class CacheLayout(NamedTuple):
     """The shape of the cache, learned by the runner and obeyed by the cache manager.
 
     A model without keys and values has one group of no layers, whose blocks cost nothing: prefixes are found by blocks.
+
+    `swap_places` has the places of the swap space by group, numbered from 0, and behind them those of states where
+    there are any; none where there is no swap space.
     """
 
     page_size: int
     groups: tuple[CacheGroup, ...]
     states: StateLayout | None = None
     switch: LengthSwitch | None = None
+    swap_places: tuple[int, ...] = ()
 
 
 class OpenedRequest(NamedTuple):
@@ -184,7 +188,10 @@ class StateCopy(NamedTuple):
 
 
 class BlockSwap(NamedTuple):
-    """Copy one physical block of one group to, or from, a place of the swap space."""
+    """Copy one physical block of one group to, or from, a place of the swap space.
+
+    The group behind the last one are the states: its blocks are slots.
+    """
 
     group: int
     block: int

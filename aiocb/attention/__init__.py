@@ -17,19 +17,23 @@ BACKENDS: dict[str, str] = {
     "cpu": "aiocb.attention.cpu:CpuBackend",
     "sdpa": "aiocb.attention.sdpa:SdpaBackend",
     "eager": "aiocb.attention.paged:TorchBackend",
+    "flash_attention_2": "aiocb.attention.flash:FlashAttention2",
+    "flash_attention_3": "aiocb.attention.flash:FlashAttention3",
+    "varlen": "aiocb.attention.varlen:VarlenBackend",
 }
 """Name to `module:class`; the class is built without arguments."""
 
 
 def create_backend(name: str) -> AttentionBackend:
-    """Build the attention backend called `name`.
+    """Build the attention backend called `name`; transformers' names of paged ones (`paged|sdpa`) are known, too.
 
     Raises:
         ConfigError: the name is unknown, or what the backend needs is not installed.
     """
-    if name not in BACKENDS:
+    plain = name.removeprefix("paged|")
+    if plain not in BACKENDS:
         raise ConfigError(f"attention {name!r} is unknown; choose one of {', '.join(sorted(BACKENDS))}")
-    module, _, attribute = BACKENDS[name].partition(":")
+    module, _, attribute = BACKENDS[plain].partition(":")
     try:
         backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
     except ImportError as error:

@@ -115,6 +115,8 @@ class Capabilities(NamedTuple):
         head_dim_multiple: D must be a multiple of it.
         page_sizes: allowed page sizes, empty for any.
         has_chunks, has_alibi: layers with a chunk, or with slopes, can be served.
+        has_softcap: layers with a soft cap can be served.
+        preferred_page_size: where it reads pages of a certain size in place, None for any.
     """
 
     devices: tuple[str, ...] = ()
@@ -126,6 +128,8 @@ class Capabilities(NamedTuple):
     page_sizes: tuple[int, ...] = ()
     has_chunks: bool = False
     has_alibi: bool = False
+    has_softcap: bool = True
+    preferred_page_size: int | None = None
 
     def refusal(self, specs: Iterable[LayerSpec], device: str, dtype: str, page_size: int | None) -> str | None:
         """Say why layers cannot run here on pages of a size (None is any), or None when they can."""
@@ -145,6 +149,8 @@ class Capabilities(NamedTuple):
                 return f"layer {spec.layer} biases its scores by the distance of the keys (ALiBi)"
             if spec.alibi is not None and spec.softcap is not None:
                 return f"layer {spec.layer} has both slopes (ALiBi) and a soft cap: which comes first is not defined"
+            if spec.softcap is not None and not self.has_softcap:
+                return f"layer {spec.layer} has a soft cap"
             if spec.key_dim != spec.value_dim and not self.has_unequal_dims:
                 return f"layer {spec.layer} has keys of {spec.key_dim} and values of {spec.value_dim}"
             if self.max_head_dim is not None and head_dim > self.max_head_dim:
@@ -242,6 +248,9 @@ class AttentionBackend(Protocol):
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> Any:
         """Make the zeroed storage of one layer (stale pages must be finite: 0 x NaN is NaN)."""
+
+    def block_rows(self, storage: Any) -> tuple[Tensor, ...]:
+        """Views of the storage of one layer with one row for each block, [B, ...]; writing to them writes to it."""
 
     def copy_block(self, storage: Any, source: int, target: int) -> None:
         """Copy one physical block within a layer."""

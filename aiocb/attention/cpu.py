@@ -90,6 +90,10 @@ class CpuBackend:
         offset = -memory.ctypes.data % alignment
         return torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)
 
+    def block_rows(self, storage: Tensor) -> tuple[Tensor, ...]:
+        """The storage: blocks are its rows."""
+        return (storage,)
+
     def copy_block(self, storage: Tensor, source: int, target: int) -> None:
         """Copy one physical block within a layer."""
         storage[target].copy_(storage[source])

@@ -188,6 +188,10 @@ class TorchBackend:
             torch.zeros(*shape, spec.value_dim, dtype=dtype, device=device),
         )
 
+    def block_rows(self, storage: PagedStorage) -> tuple[Tensor, ...]:
+        """Views of keys and values by block, [B, K, S, D]."""
+        return tuple(pages.transpose(0, 1) for pages in storage)
+
     def copy_block(self, storage: PagedStorage, source: int, target: int) -> None:
         """Copy one physical block within a layer."""
         for pages in storage:

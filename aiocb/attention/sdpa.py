@@ -31,7 +31,10 @@ from aiocb.attention.paged import (
 __all__ = ["SdpaBackend"]
 
 MAX_WASTE = 32
-"""Padding pages that a bucket may hold: about what the launches of one more bucket cost (measured)."""
+"""Padding pages that a bucket may hold: about what the launches of one more bucket cost (measured on the CPU)."""
+
+MAX_DEVICE_WASTE = 4096
+"""The same on an accelerator, where a launch costs as much as the reading of hundreds of pages, and most rows fit."""
 
 
 @dataclass(slots=True)
@@ -89,7 +92,8 @@ class SdpaBackend(TorchBackend):
     def prepare(self, batch: StepBatch, group: int) -> SdpaMetadata:
         """Make the buckets of this group; valid for this step only."""
         tables, num_decodes = batch.groups[group], batch.num_decodes
-        parts = _alike(np.diff(tables.page_starts[: num_decodes + 1])) if num_decodes else []
+        max_waste = MAX_WASTE if batch.device.type == "cpu" else MAX_DEVICE_WASTE
+        parts = _alike(np.diff(tables.page_starts[: num_decodes + 1]), max_waste) if num_decodes else []
         alone = [*(int(part[0]) for part in parts if len(part) == 1), *range(num_decodes, batch.num_rows)]
         buckets = tuple(_bucket(batch, group, part) for part in parts if len(part) > 1)
         return SdpaMetadata(batch, tables, alone, buckets=buckets)
@@ -156,13 +160,13 @@ class SdpaBackend(TorchBackend):
         return attended[0].transpose(0, 1)
 
 
-def _alike(num_pages: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+def _alike(num_pages: npt.NDArray[np.int64], max_waste: int) -> list[npt.NDArray[np.int64]]:
     """Sort decode rows by length and cut where the padding would outweigh another launch; indices of each part."""
     order = np.argsort(-num_pages, kind="stable")
     widest, waste, cuts = int(num_pages[order[0]]), 0, []
     for index, size in enumerate(num_pages[order].tolist()):
         waste += widest - size
-        if waste > MAX_WASTE:
+        if waste > max_waste:
             cuts.append(index)
             widest, waste = size, 0
     return [np.sort(part) for part in np.split(order, cuts)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aiocb.cache.sequence import CachedSequence, Held
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 __all__ = ["check"]
 
 
-def check(cache: CacheManager, sequences: Sequence[CachedSequence], held: Sequence[Held], slots: Iterable[int]) -> None:
+def check(cache: CacheManager, sequences: Sequence[CachedSequence], held: Sequence[Held]) -> None:
     """Check pools, indices, states and the tables of all requests that hold blocks, against each other.
 
     Args:
         cache: the whole of it.
-        sequences, held, slots: see `CacheManager.check_invariants`.
+        sequences, held: see `CacheManager.check_invariants`.
 
     Raises:
         AssertionError: something is lost, owned by nobody, published wrongly or missing in a window.
@@ -39,8 +39,8 @@ def check(cache: CacheManager, sequences: Sequence[CachedSequence], held: Sequen
                 references[g][block] += block != NULL_BLOCK
         if sequence.tables and sequence.cache_version == cache.version:
             _check_block_hashes(cache, sequence)
-    for tables, _ in held:
-        for g, table in enumerate(tables):
+    for each in held:
+        for g, table in enumerate(each.tables):
             for block in table:
                 references[g][block] += block != NULL_BLOCK
     for pool, index, expected in zip(cache.pools, cache.indices, references, strict=True):
@@ -48,11 +48,13 @@ def check(cache: CacheManager, sequences: Sequence[CachedSequence], held: Sequen
         index.check_invariants()
         counted = [pool.num_references(block) for block in range(pool.num_blocks)]
         assert counted == expected, "reference counts and tables disagree"
-    others = [slot for each in held for slot in each.slots] + list(slots)
+    slots = [slot for each in held for slot in each.slots]
     if cache.states is not None:
-        cache.states.check_invariants(sequences, others)
+        cache.states.check_invariants(sequences, slots)
     else:
-        assert not others, "slots of a model without states"
+        assert not slots, "slots of a model without states"
+    if cache.swap is not None:
+        cache.swap.check_invariants(sequences, [each.places for each in held])
 
 
 def _check_block_hashes(cache: CacheManager, sequence: CachedSequence) -> None:

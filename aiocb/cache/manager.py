@@ -33,6 +33,7 @@ from itertools import repeat
 
 from aiocb.cache.blocks import BlockPool
 from aiocb.cache.invariants import check
+from aiocb.cache.offload import SwapSpace
 from aiocb.cache.prefix import PrefixIndex, block_payload, chain_hash, root_hash
 from aiocb.cache.sequence import CachedSequence, Held
 from aiocb.cache.states import Snapshot, StateCache
@@ -57,6 +58,7 @@ class CacheManager:
         self.pools = tuple(BlockPool(group.num_blocks) for group in layout.groups)
         self.indices = tuple(PrefixIndex(pool) for pool in self.pools)
         self.states = None if layout.states is None else StateCache(layout.states, layout.page_size)
+        self.swap = SwapSpace(self, layout.swap_places) if layout.swap_places else None
         self.windows = tuple(group.window for group in layout.groups)
         self._sliding = tuple(g for g, window in enumerate(self.windows) if window is not None)
 
@@ -99,7 +101,7 @@ class CacheManager:
     def demand(self, sequence: CachedSequence, max_chunk: int) -> list[int]:
         """Per group, how many more blocks it takes until all present tokens of an admitted request are computed."""
         length = len(sequence.tables[0])
-        blocks = self._num_pages(len(sequence.tokens))
+        blocks = self.num_pages(len(sequence.tokens))
         return [
             max(0, self._most_blocks(window, blocks - first, max_chunk) - (length - first))
             for window, first in zip(self.windows, sequence.first_blocks, strict=True)
@@ -114,7 +116,7 @@ class CacheManager:
             max_chunk: the most tokens that are computed at once (a sliding group holds window and chunk).
             promised: per group, free blocks that earlier requests are going to take.
         """
-        blocks = self._num_pages(len(sequence.tokens))
+        blocks = self.num_pages(len(sequence.tokens))
         for g, pool in enumerate(self.pools):
             first = self.first_block(self.windows[g], hit_blocks * self.page_size)
             needed = self._most_blocks(self.windows[g], blocks - first, max_chunk) - (hit_blocks - first)
@@ -178,7 +180,7 @@ class CacheManager:
 
         Where there are states, it gets a slot if it has none (see `has_slot`).
         """
-        self._open(sequence)
+        self.open(sequence)
         start = sequence.num_computed_tokens // self.page_size
         states = self.states
         if states is not None:
@@ -201,7 +203,7 @@ class CacheManager:
                 assert block is not None
                 if i < len(table):
                     # A block that was allocated for this page, perhaps partly written: the cached one replaces it.
-                    self._release(g, table[i])
+                    self.release(g, table[i])
                     table[i] = block
                 else:
                     table.append(block)
@@ -270,7 +272,7 @@ class CacheManager:
 
     def fit(self, sequence: CachedSequence, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` tokens have room; gives back what fell out of the windows."""
-        self._open(sequence)
+        self.open(sequence)
         self._drop_out_of_window(sequence)
         free = min(pool.num_free for pool in self.pools)
         return min(num_tokens, sequence.capacity + free * self.page_size - sequence.num_scheduled_tokens)
@@ -279,14 +281,14 @@ class CacheManager:
         """Make room for the first `num_tokens` tokens of a request; False, and nothing taken, when it is not there."""
         if num_tokens <= sequence.capacity:
             return True
-        self._open(sequence)
+        self.open(sequence)
         self._drop_out_of_window(sequence)
-        count = self._num_pages(num_tokens) - len(sequence.tables[0])
+        count = self.num_pages(num_tokens) - len(sequence.tables[0])
         for pool in self.pools:
             if pool.num_free < count:
                 return False
         for g, table in enumerate(sequence.tables):
-            table += self._take(g, count)
+            table += self.take(g, count)
         sequence.capacity = len(sequence.tables[0]) * self.page_size
         return True
 
@@ -314,10 +316,13 @@ class CacheManager:
         """Give back what a request held; published blocks stay hittable."""
         for g, table in enumerate(held.tables):
             for block in reversed(table):
-                self._release(g, block)
+                self.release(g, block)
         for slot in held.slots:
             assert self.states is not None
             self.states.free(slot)
+        if held.places:
+            assert self.swap is not None
+            self.swap.free(held.places)
 
     def can_fork(self, source: CachedSequence, num_tokens: int) -> bool:
         """True when `source` holds the KV of its first `num_tokens` tokens, as far as the next one can see them.
@@ -350,7 +355,7 @@ class CacheManager:
             return None
         assert not target.tables, "a fork starts with nothing"
         self._is_current(target)
-        self._open(target)
+        self.open(target)
         copies = []
         for g, (table, shared) in enumerate(zip(target.tables, source.tables, strict=True)):
             first = self.first_block(self.windows[g], num_tokens)
@@ -359,7 +364,7 @@ class CacheManager:
                 self.pools[g].retain(block)
                 table.append(block)
             if needs_block:
-                table += self._take(g, 1)
+                table += self.take(g, 1)
             if rest:
                 copies.append(BlockCopy(g, shared[num_full], table[-1]))
             target.first_blocks[g] = first
@@ -380,25 +385,26 @@ class CacheManager:
         used = sum(pool.num_used * size for pool, size in zip(self.pools, sizes, strict=True))
         return used / sum(pool.num_usable * size for pool, size in zip(self.pools, sizes, strict=True))
 
-    def check_invariants(
-        self, sequences: Iterable[CachedSequence], held: Iterable[Held] = (), slots: Iterable[int] = ()
-    ) -> None:
+    def check_invariants(self, sequences: Iterable[CachedSequence], held: Iterable[Held] = ()) -> None:
         """Check everything against everything: see `invariants.check`.
 
         Args:
-            sequences: all that hold blocks.
-            held: what requests hold no longer, but which has not been freed yet.
-            slots: of states that plans in flight refer to.
+            sequences: all that hold anything.
+            held: what requests hold no longer and has not been freed yet, and what plans in flight refer to.
 
         Raises:
             AssertionError: blocks are lost, owned by nobody, published wrongly or missing in a window.
         """
-        check(self, list(sequences), list(held), slots)
+        check(self, list(sequences), list(held))
 
     # Internals
 
     def _root(self, sequence: CachedSequence) -> bytes:
         return root_hash(sequence.cache_salt, sequence.cache_version, sequence.cache_kind)
+
+    def kind(self, sequence: CachedSequence) -> int:
+        """The kind of keys that a request of its present length asks for (see `step.LengthSwitch`)."""
+        return self._kind(sequence.num_prompt_tokens, len(sequence.tokens))
 
     def _kind(self, num_prompt_tokens: int, num_tokens: int) -> int:
         switch = self.layout.switch
@@ -411,19 +417,21 @@ class CacheManager:
         # A request that holds nothing moves to the present weights, and to the kind of keys that its length asks for;
         # one that holds KV belongs to its old ones.
         if not sequence.capacity:
-            kind = self._kind(sequence.num_prompt_tokens, len(sequence.tokens))
+            kind = self.kind(sequence)
             if (sequence.cache_version, sequence.cache_kind) != (self.version, kind):
                 sequence.cache_version, sequence.cache_kind = self.version, kind
                 sequence.block_hashes = []
         return self.sharing and sequence.cache_version == self.version
 
-    def _open(self, sequence: CachedSequence) -> None:
+    def open(self, sequence: CachedSequence) -> None:
+        """Give a request empty tables if it has none."""
         if not sequence.tables:
             self._is_current(sequence)
             sequence.tables = tuple([] for _ in self.pools)
             sequence.first_blocks = [0] * len(self.pools)
 
-    def _num_pages(self, num_tokens: int) -> int:
+    def num_pages(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
         return -(-num_tokens // self.page_size)
 
     def first_block(self, window: int | None, position: int) -> int:
@@ -432,9 +440,10 @@ class CacheManager:
 
     def _most_blocks(self, window: int | None, blocks: int, max_chunk: int) -> int:
         """Most blocks held at once while so many are computed in chunks: a sliding group holds window and chunk."""
-        return blocks if window is None else min(blocks, self._num_pages(window - 1 + max_chunk - 1) + 1)
+        return blocks if window is None else min(blocks, self.num_pages(window - 1 + max_chunk - 1) + 1)
 
-    def _take(self, g: int, count: int) -> list[int]:
+    def take(self, g: int, count: int) -> list[int]:
+        """Take blocks that are free; whatever was in them is not found any more."""
         blocks = self.pools[g].try_allocate(count)
         assert blocks is not None
         withdraw = self.indices[g].withdraw
@@ -442,7 +451,8 @@ class CacheManager:
             withdraw(block)
         return blocks
 
-    def _release(self, g: int, block: int) -> None:
+    def release(self, g: int, block: int) -> None:
+        """Drop a reference to a block."""
         if block != NULL_BLOCK:
             self.pools[g].free(block, reuse_first=not self.indices[g].is_published(block))
 
@@ -451,7 +461,7 @@ class CacheManager:
             table = sequence.tables[g]
             first = min(self.first_block(self.windows[g], sequence.num_computed_tokens), len(table))
             for i in range(sequence.first_blocks[g], first):
-                self._release(g, table[i])
+                self.release(g, table[i])
                 table[i] = NULL_BLOCK
             if first > sequence.first_blocks[g]:
                 sequence.first_blocks[g] = first

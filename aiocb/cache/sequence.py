@@ -6,7 +6,10 @@ A base class and not an object of its own: the step loop reads these attributes 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from aiocb.cache.offload import Places, Swapped
 
 __all__ = ["CachedSequence", "Held"]
 
@@ -17,10 +20,12 @@ class Held(NamedTuple):
     Attributes:
         tables: per group, its blocks.
         slots: of states.
+        places: of the swap space.
     """
 
     tables: tuple[list[int], ...]
     slots: tuple[int, ...] = ()
+    places: Places = ()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -48,6 +53,7 @@ class CachedSequence:
         rolling: hash and slot of the latest snapshot that the next one of its kind replaces.
         cache_kind: kind of keys (`step.LengthSwitch`) that they are of.
         num_prompt_tokens: tokens of the prompt.
+        swapped: what of it lies in the swap space; None while it is in blocks, or is to be recomputed.
     """
 
     tokens: list[int]
@@ -68,6 +74,7 @@ class CachedSequence:
     rolling: tuple[bytes, int] | None = field(default=None, init=False)
     cache_kind: int = field(default=0, init=False)
     num_prompt_tokens: int = field(default=0, init=False)
+    swapped: Swapped | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)

@@ -76,7 +76,7 @@ class Engine:
 
     def _init(self, source: Source, config: EngineConfig | None, drain: float | None) -> None:
         self._source = source
-        self._config = refuse_unbuilt(config or EngineConfig())
+        self._config = refuse_unbuilt(config or EngineConfig(), source.device_type)
         self._drain = drain
         self._lock = threading.Lock()  # guards entering and leaving only; never held across an await
         self._holders = Holders()

@@ -1,4 +1,4 @@
-"""Settings that this version knows by name and cannot obey: refused natively, warned of where others' programs run."""
+"""Settings that this version, or this device, cannot obey: refused natively, warned of where others' programs run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ __all__ = ["refuse_unbuilt", "without_unbuilt"]
 logger = logging.getLogger("aiocb")
 
 _UNBUILT = (
-    "use_cuda_graph",
-    "q_padding_interval_size",
-    "kv_padding_interval_size",
-    "use_async_batching",
-    "default_compile_level",
-    "varlen_compile_config",
-    "decode_compile_config",
-    "max_blocks_per_request",
-    "cpu_offload_space",
-    "cpu_offload_space_safety_threshold",
     "cpu_group_timeout",
     "per_request_processors",
 )
@@ -34,8 +24,16 @@ def _asked_for(config: EngineConfig) -> list[str]:
     return [name for name in _UNBUILT if getattr(config, name) != _DEFAULTS[name]]
 
 
-def refuse_unbuilt(config: EngineConfig) -> EngineConfig:
+def _of_accelerators(config: EngineConfig, device_type: str | None) -> list[str]:
+    return [] if device_type in (None, "cuda") else config.accelerator_settings()
+
+
+def refuse_unbuilt(config: EngineConfig, device_type: str | None) -> EngineConfig:
     """Return the settings.
+
+    Args:
+        config: as given by the user.
+        device_type: of the model; None where that is not known yet.
 
     Raises:
         ConfigError: one of them would have no effect.
@@ -44,12 +42,16 @@ def refuse_unbuilt(config: EngineConfig) -> EngineConfig:
     if names:
         wanted = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
         raise ConfigError(f"{wanted}: this version cannot obey it; leave it out ({', '.join(names)})")
+    names = _of_accelerators(config, device_type)
+    if names:
+        wanted = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
+        raise ConfigError(f"{wanted} needs a CUDA device, the model is on {device_type}; leave it out")
     return config
 
 
-def without_unbuilt(config: EngineConfig) -> EngineConfig:
+def without_unbuilt(config: EngineConfig, device_type: str | None) -> EngineConfig:
     """Return the settings without those that have no effect, each of which is warned of by name."""
-    names = _asked_for(config)
+    names = [*_of_accelerators(config, device_type), *_asked_for(config)]
     for name in names:
         logger.warning("%s=%r has no effect here: the program goes on without it", name, getattr(config, name))
     return dataclasses.replace(config, **{name: _DEFAULTS[name] for name in names}) if names else config

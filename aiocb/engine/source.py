@@ -104,6 +104,11 @@ class Source(ABC):
             self._holder = None
             self._changed.notify_all()
 
+    @property
+    def device_type(self) -> str | None:
+        """Where the model is going to run; None where that is not known before it is loaded."""
+        return None
+
     @abstractmethod
     def _open(self, config: EngineConfig) -> Built:
         """Build a runner, or return the one that is kept."""
@@ -149,6 +154,11 @@ class LoadedSource(Source):
         super().__init__(type(model).__name__, model)
         self._text = TextProcessor(tokenizer)
 
+    @property
+    def device_type(self) -> str | None:
+        """That of its weights."""
+        return str(self.model.device.type)
+
     def _open(self, config: EngineConfig) -> Built:
         from aiocb.model.open import open_model
 
@@ -166,6 +176,11 @@ class RunnerSource(Source):
         self._make_runner = make_runner
         self._defaults = defaults
         self._text = TextProcessor(tokenizer)
+
+    @property
+    def device_type(self) -> str | None:
+        """Its own business: nothing of ours makes it faster."""
+        return "runner"
 
     def _open(self, config: EngineConfig) -> Built:
         runner = self._make_runner(config)

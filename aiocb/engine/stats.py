@@ -76,6 +76,9 @@ class Stats:
         num_state_slots, num_state_snapshots: slots in all, and those whose state others can go on from.
         state_cache_bytes, state_cache_budget_bytes: memory of the slots that hold something, and of all.
         num_state_hits: how often a request has gone on from a snapshot.
+        cpu_offload_usage_perc: places of the swap space that are taken, 0..1; 0 where there is none.
+        num_offloads, num_restores: how often a request that was preempted was copied out, and in again; the others are
+            recomputed.
         num_steps: steps that ran the model.
         num_loop_wakeups: callbacks posted into event loops.
         num_preemptions: how often a request gave its cache back to others.
@@ -98,6 +101,9 @@ class Stats:
     num_state_hits: int
     state_cache_bytes: int
     state_cache_budget_bytes: int
+    cpu_offload_usage_perc: float
+    num_offloads: int
+    num_restores: int
     num_steps: int
     num_loop_wakeups: int
     num_preemptions: int
@@ -195,7 +201,7 @@ class Recorder:
 
     def snapshot(self, scheduler: Scheduler, num_loop_wakeups: int, step_age_seconds: float) -> Stats:
         """All counters at this moment."""
-        states = scheduler.cache.states
+        states, swap = scheduler.cache.states, scheduler.cache.swap
         return Stats(
             scheduler.num_running,
             scheduler.num_waiting,
@@ -207,6 +213,9 @@ class Recorder:
             0 if states is None else states.num_hits,
             0 if states is None else states.num_bytes,
             0 if states is None else states.pool.num_usable * states.layout.slot_bytes,
+            0.0 if swap is None else swap.usage,
+            0 if swap is None else swap.num_out,
+            0 if swap is None else swap.num_in,
             self.num_steps,
             num_loop_wakeups,
             scheduler.num_preemptions,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from aiocb.attention.base import AttentionBackend, KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
@@ -74,6 +75,13 @@ class PagedCache:
         for copy in copies:
             for layer in self.layout.groups[copy.group].layers:
                 self._backend.copy_block(self.storage[layer], copy.source, copy.target)
+
+    def block_rows(self) -> list[list[Tensor]]:
+        """Per group, views of all its layers' storage with one row for each block."""
+        return [
+            [rows for layer in group.layers for rows in self._backend.block_rows(self.storage[layer])]
+            for group in self.layout.groups
+        ]
 
     def close(self) -> None:
         """Free the storage."""

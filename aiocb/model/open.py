@@ -35,12 +35,14 @@ def open_model(request: ModelRequest) -> Opened:
         )
     kept = _kept(request)
     if kept is not None:
+        _refuse_accelerated(request, "cpu")
         runner = _built(native.plan(request, kept))
         if not isinstance(runner, Refusal):
             return _opened(request, kept, runner)
     from aiocb.model.eager import build as eager
 
     material = _loaded(request)
+    _refuse_accelerated(request, material.module.device.type)
     refused = _built(native.plan(request, material))
     if not isinstance(refused, Refusal):
         return _opened(request, material, refused)
@@ -48,6 +50,12 @@ def open_model(request: ModelRequest) -> Opened:
     if isinstance(runner, Refusal):
         raise ConfigError(f"{runner.reason}, and the native runner cannot be used: {refused.reason}")
     return _opened(request, material, runner, refused.reason)
+
+
+def _refuse_accelerated(request: ModelRequest, device_type: str) -> None:
+    names = request.config.accelerator_settings()
+    if names and device_type != "cuda":
+        raise ConfigError(f"{', '.join(names)} needs a CUDA device, the model is on {device_type}; leave it out")
 
 
 def _built(plan: Candidate | Refusal) -> Runner | Refusal:

@@ -13,7 +13,7 @@ from torch import Tensor
 from aiocb.sampling.rows import BLOCK, SMALL_VOCABULARY, parts, per_block, probabilities, row_argmax, take
 from aiocb.sampling.truncation import Kept, SelectionParams, iterate_kept
 
-__all__ = ["EMPTY_ROW", "INVALID_ROW", "select"]
+__all__ = ["EMPTY_ROW", "INVALID_ROW", "draw", "draw_whole", "select"]
 
 INVALID_ROW = -1
 """Returned in place of a token id: the row holds NaN."""
@@ -43,21 +43,21 @@ def select(logits: Tensor, params: SelectionParams, uniforms: Tensor | None) -> 
         rows = params.whole_rows
         if len(rows):
             for part in parts(rows, logits, logits.shape[1]):
-                drawn = _draw_whole(logits[part], maxima[part], params.temperature[part], uniforms[part])
+                drawn = draw_whole(logits[part], maxima[part], params.temperature[part], uniforms[part])
                 token_ids[part] = drawn
         rows = params.truncated_rows
         if len(rows):
             # A row of NaN or -inf cannot be sorted: it goes along as zeros, and its result is overwritten below.
             for indices, kept in iterate_kept(take(logits, rows), maxima[rows], params.subset(rows)):
                 chosen = rows[indices]
-                token_ids[chosen] = _draw(kept, uniforms[chosen])
+                token_ids[chosen] = draw(kept, uniforms[chosen])
     bad = ~(maxima > -math.inf)
     if bad.any():
         token_ids = torch.where(bad, torch.where(maxima.isnan(), INVALID_ROW, EMPTY_ROW), token_ids)
     return token_ids
 
 
-def _draw_whole(logits: Tensor, maxima: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
+def draw_whole(logits: Tensor, maxima: Tensor, temperature: Tensor, uniforms: Tensor) -> Tensor:
     """Sample from the whole vocabulary, in the order of the token ids: first a block, then a token in it."""
     weights = probabilities(logits, maxima, temperature)  # [N, V]
     vocab_size = weights.shape[1]
@@ -76,7 +76,7 @@ def _draw_whole(logits: Tensor, maxima: Tensor, temperature: Tensor, uniforms: T
     return block[:, 0] * BLOCK + _invert(within, share[:, 0]).clamp_(max=BLOCK - 1)
 
 
-def _draw(kept: Kept, uniforms: Tensor) -> Tensor:
+def draw(kept: Kept, uniforms: Tensor) -> Tensor:
     """Sample from the kept tokens, in the order of their weight."""
     index = _invert(kept.weights.cumsum(dim=1), uniforms).clamp_(max=kept.ids.shape[1] - 1)
     return kept.ids.gather(1, index[:, None])[:, 0]

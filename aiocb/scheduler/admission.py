@@ -89,6 +89,7 @@ class Admission:
                 if self._try_fork(request, draft):
                     return request
                 hits = 0 if request.skips_prefix else self.cache.match(request)
+                self._drop_stale(request, hits)
                 owner = self._find_owner(request, hits)
                 if owner is not None:
                     if draft.num_parked == MAX_PARKED_PER_STEP or roster.pending.num_parked >= self.max_requests:
@@ -97,7 +98,7 @@ class Admission:
                     queue.discard(request)
                     roster.pending.park(request, *owner)
                     continue
-                if self._try_start(request, hits, min(cap, draft.budget), promised):
+                if self._try_start(request, hits, min(cap, draft.budget), promised, draft):
                     return request
                 self._blocked = request, self.cache.num_free()
             # Readers that are behind must not hold the cache against those that are not.
@@ -168,8 +169,8 @@ class Admission:
         return self.cache.has_margin(self.safety_margin)
 
     def _find_owner(self, request: Request, hits: int) -> tuple[Request, int] | None:
-        """Who computes what this request needs, and how far it pays to wait; None: it computes on its own."""
-        if request.skips_prefix:
+        """Who computes what this request needs, and how far it pays to wait; None: it goes on on its own."""
+        if request.skips_prefix or request.swapped is not None:
             return None
         found: tuple[Request, int] | None = None
         cache, group = self.cache, request.group
@@ -189,8 +190,9 @@ class Admission:
 
     def _with_snapshot(self, request: Request, hits: int, owner: Request, target: int) -> tuple[Request, int] | None:
         """How far it pays to wait where states are needed: to a snapshot that the owner has not taken yet."""
-        if not self.cache.sharing:
-            return None
+        states = self.cache.states
+        if states is None or not states.layout.interval or not self.cache.sharing:
+            return None  # nothing is ever put aside
         if target > max(owner.num_scheduled_tokens, hits * self.cache.page_size):
             return owner, target  # its chunk is going to end there
         if max(owner.num_computed_tokens, hits * self.cache.page_size) < owner.snapshot_at <= target:
@@ -199,7 +201,13 @@ class Admission:
         request.branch_at = max(request.branch_at, target)
         return None
 
-    def _try_start(self, request: Request, hits: int, chunk: int, promised: list[int]) -> bool:
+    def _drop_stale(self, request: Request, hits: int) -> None:
+        """Let a request have what the prefix cache has instead of what lies in the swap space, if that is more."""
+        swap = self.cache.swap
+        if swap is not None and request.swapped is not None and not swap.is_worth_it(request, hits):
+            swap.free(swap.forget(request))
+
+    def _try_start(self, request: Request, hits: int, chunk: int, promised: list[int], draft: Draft) -> bool:
         roster, cache = self.roster, self.cache
         if not cache.has_slot:
             return False
@@ -208,6 +216,12 @@ class Admission:
         if not is_alone and not cache.can_hold(request, hits, chunk, promised):
             return False
         is_first = not request.has_run
+        if request.swapped is not None:
+            assert cache.swap is not None
+            swaps = cache.swap.take_in(request, hits)
+            if swaps is None:
+                return False
+            draft.swaps_in[request] = swaps
         roster.enter(request)
         saved = cache.attach(request, hits)
         roster.announce(request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from aiocb.cache.states import Snapshot
 from aiocb.scheduler.request import Request
-from aiocb.step import BlockCopy, OpenedRequest, StateCopy, StepEntry, StepPlan
+from aiocb.step import BlockCopy, BlockSwap, OpenedRequest, StateCopy, StepEntry, StepPlan
 
 __all__ = ["Draft"]
 
@@ -22,6 +22,7 @@ class Draft:
         entries, requests: aligned; the hot loops of the scheduler append to both directly.
         copies: block copies that come before the forward pass.
         states: copies of states that come before the forward pass, in order.
+        swaps_in: what is copied back from the swap space before anything else.
         snapshots: whose state is to be put aside after it, if slots are left then; True for rolling ones.
         sources: requests whose blocks or states are copied.
         budget: tokens left.
@@ -36,6 +37,7 @@ class Draft:
     requests: list[Request] = field(default_factory=list, init=False)
     opened: dict[int, OpenedRequest] = field(default_factory=dict, init=False)
     copies: list[BlockCopy] = field(default_factory=list, init=False)
+    swaps_in: dict[Request, list[BlockSwap]] = field(default_factory=dict, init=False)
     states: list[StateCopy] = field(default_factory=list, init=False)
     snapshots: dict[Request, bool] = field(default_factory=dict, init=False)
     sources: list[Request] = field(default_factory=list, init=False)
@@ -87,14 +89,21 @@ class Draft:
         """Compute the budget anew, after entries were appended directly and others withdrawn."""
         self.budget = self.max_tokens - sum(entry.num_new_tokens for entry in self.entries)
 
-    def withdraw(self, request: Request) -> None:
-        """Take out a request that is about to lose its blocks; no-op when it has no entry."""
+    def withdraw(self, request: Request) -> bool:
+        """Take out a request that is about to lose its blocks; no-op when it has no entry.
+
+        Returns:
+            True when all that it has computed is where it says; False when it has been waiting for a copy of this step.
+        """
+        num_copies = len(self.copies) + len(self.states)
         if self.copies and request.tables:
             # Its blocks go to somebody else in this step: a copy into them must not happen.
             held = [set(table) for table in request.tables]
             self.copies = [copy for copy in self.copies if copy.target not in held[copy.group]]
         if self.states and request.state_slot:
             self.states = [copy for copy in self.states if copy.target != request.state_slot]
+        is_whole = num_copies == len(self.copies) + len(self.states)
+        self.swaps_in.pop(request, None)
         if self.opened.pop(request.id, None) is not None:
             request.is_open = False  # the runner never hears of it
         if request in self.requests:
@@ -102,11 +111,17 @@ class Draft:
             del self.requests[i]
             self.budget += self.entries.pop(i).num_new_tokens
         self.snapshots.pop(request, None)
+        return is_whole
 
-    def plan(self, closed: tuple[int, ...], snapshots: Mapping[Request, Snapshot]) -> StepPlan:
+    def plan(
+        self, closed: tuple[int, ...], snapshots: Mapping[Request, Snapshot], swaps_out: tuple[BlockSwap, ...]
+    ) -> StepPlan:
         """Return the finished plan."""
         num_tokens = self.max_tokens - self.budget
         plan = StepPlan(tuple(self.entries), num_tokens, tuple(self.opened.values()), closed, tuple(self.copies))
+        if swaps_out or self.swaps_in:
+            swaps_in = tuple(swap for swaps in self.swaps_in.values() for swap in swaps)
+            plan = plan._replace(swaps_out=swaps_out, swaps_in=swaps_in)
         if not self.states and not snapshots:
             return plan
         states_after = tuple(StateCopy(request.state_slot, taken.slot) for request, taken in snapshots.items())

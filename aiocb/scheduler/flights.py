@@ -24,19 +24,19 @@ __all__ = ["Flight", "Flights"]
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One plan in flight; `held`, `sources` and `closed` come back when it lands.
+    """One plan in flight.
 
     Attributes:
         requests: aligned with the plan's entries.
         others: requests whose blocks it reads without an entry for them.
-        sources: snapshots that it reads.
         snapshots: those that it writes.
+        held: what comes back: of requests that have let go of it, and what the plan itself reads.
+        closed: ids of requests that the runner is told of then.
     """
 
     plan: StepPlan
     requests: Sequence[Request]
     others: Sequence[Request]
-    sources: Sequence[int]
     snapshots: dict[Request, Snapshot]
     held: list[Held] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
@@ -71,13 +71,17 @@ class Flights:
             draft: what it was made from.
             snapshots: that it takes.
         """
-        sources: list[int] = []
+        flight = Flight(plan, draft.requests, draft.sources, snapshots)
         if plan.states_before:
             for request in draft.requests:
                 if request.state_source:
-                    sources.append(request.state_source)
+                    flight.held.append(Held((), (request.state_source,)))
                     request.state_source = 0
-        self._flights.append(Flight(plan, draft.requests, draft.sources, sources, snapshots))
+        if plan.swaps_in:
+            assert self._cache.swap is not None
+            for request in draft.swaps_in:
+                flight.held.append(Held((), (), self._cache.swap.forget(request)))
+        self._flights.append(flight)
 
     def land(self, plan: StepPlan) -> Flight:
         """Note that the oldest plan has been executed, and give back what waited for it.
@@ -88,7 +92,6 @@ class Flights:
         assert flight.plan is plan, "plans land in the order in which they were launched"
         for held in flight.held:
             self._cache.free(held)
-        self._cache.free(Held((), tuple(flight.sources)))
         self._closed += flight.closed
         return flight
 
@@ -98,9 +101,15 @@ class Flights:
         snapshots.clear()
 
     def give_back(self, request: Request) -> None:
-        """Take all blocks of a request, and its slots, and let the runner close it; idempotent."""
+        """Take all blocks of a request, and its slots, and let the runner close it; idempotent.
+
+        What lies in the swap space is kept for it as long as it has not ended.
+        """
         flight = next((flight for flight in reversed(self._flights) if flight.names(request)), None)
         held = self._cache.detach(request)
+        if request.swapped is not None and request.is_finished:
+            assert self._cache.swap is not None
+            held = held._replace(places=self._cache.swap.forget(request))
         if flight is None:
             self._cache.free(held)
         else:
@@ -123,15 +132,11 @@ class Flights:
         return any(held.slots for held in self.held())
 
     def held(self) -> Iterator[Held]:
-        """What is going to come back."""
+        """What is going to come back, snapshots that are being written included."""
         for flight in self._flights:
             yield from flight.held
-
-    def slots(self) -> Iterator[int]:
-        """The snapshots that plans in flight read and write."""
-        for flight in self._flights:
-            yield from flight.sources
-            yield from (snapshot.slot for snapshot in flight.snapshots.values())
+            if flight.snapshots:
+                yield Held((), tuple(snapshot.slot for snapshot in flight.snapshots.values()))
 
     def take_closed(self) -> tuple[int, ...]:
         """The ids that the next plan has to close."""

@@ -143,21 +143,27 @@ class Roster:
         return max((r for r in self.paused.values() if r.tables), key=lambda r: r.rank, default=None)
 
     def preempt(self, request: Request, draft: Draft | None) -> None:
-        """Take all blocks of a request, which recomputes them later.
+        """Take all blocks of a request, which has them copied back, or recomputes them, later.
 
         Args:
             request: a running or paused one.
-            draft: the step being built: its entry is withdrawn from it.
+            draft: the step being built: its entry is withdrawn from it. None when what it has is worth nothing any
+                more.
         """
         is_paused = request.status is _PAUSED
+        is_whole = draft is not None
         if not is_paused:
             self._leave(request)
             if draft is not None:
-                draft.withdraw(request)
+                is_whole = draft.withdraw(request)
                 draft.has_preempted = True
         request.transition("preempt")
         request.num_preemptions += 1
         self.num_preemptions += 1
+        swap = self.cache.swap
+        # One that was about to be copied in still has its places.
+        if swap is not None and is_whole and request.swapped is None:
+            swap.put_out(request, moves_on=self.flights.holds(request))
         self.flights.give_back(request)
         if not is_paused:
             self.queue.push(request)
@@ -193,7 +199,7 @@ class Roster:
         for request in self.decoding.values():
             assert request.is_open and request.num_sent_blocks == len(request.tables[0]), "the runner lacks blocks"
         assert not any(request.is_open for request in waiting), "a request waits with a record at the runner"
-        self.cache.check_invariants([*running, *paused], self.flights.held(), self.flights.slots())
+        self.cache.check_invariants(everybody, self.flights.held())
 
     def __repr__(self) -> str:
         return (

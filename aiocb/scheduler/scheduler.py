@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
+from typing import cast
 
 from aiocb.cache.manager import CacheManager
 from aiocb.cache.states import Snapshot
@@ -34,7 +35,7 @@ from aiocb.scheduler.events import Finished, Update
 from aiocb.scheduler.queue import Deadlines
 from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.roster import Roster
-from aiocb.step import StepEntry, StepPlan, StepResult
+from aiocb.step import BlockSwap, StepEntry, StepPlan, StepResult
 
 __all__ = ["Finished", "Scheduler", "Update"]
 
@@ -206,7 +207,10 @@ class Scheduler:
         self._roster.resume(request)
 
     def preempt_all(self) -> None:
-        """Take the blocks of every request: all is recomputed (after the weights have changed)."""
+        """Take the blocks of every request: all is recomputed (after the weights have changed).
+
+        What lies in the swap space belongs to the version before; it is dropped when its request is admitted.
+        """
         for request in [*self._roster.running(), *self._roster.paused.values()]:
             if request.tables or request.status is _RUNNING:
                 self._roster.preempt(request, None)
@@ -239,9 +243,14 @@ class Scheduler:
                 self._admission.make_way(draft, self.max_prefill_chunk)
             self._schedule_decoding(draft)
             self._schedule_prompts(draft, now)
-        assert draft.entries or not (draft.copies or draft.states), "a fork would be lost"
+        assert draft.entries or not (draft.copies or draft.states or draft.swaps_in), "a copy would be lost"
         snapshots = self._take_snapshots(draft) if draft.snapshots else {}
-        plan = draft.plan(self._flights.take_closed(), snapshots)
+        swaps_out: tuple[BlockSwap, ...] = ()
+        swap = self.cache.swap
+        if swap is not None and draft.entries and swap.pending:
+            draft.sources += cast("list[Request]", list(swap.pending))
+            swaps_out = swap.take_pending()
+        plan = draft.plan(self._flights.take_closed(), snapshots, swaps_out)
         if plan.entries:
             self._flights.launch(plan, draft, snapshots)
         return plan
@@ -359,7 +368,7 @@ class Scheduler:
     def _schedule_chunk(self, request: Request, cap: int, draft: Draft) -> None:
         cache = self.cache
         start = request.num_scheduled_tokens
-        if not request.skips_prefix and start == request.num_computed_tokens:
+        if not request.skips_prefix and start == request.num_computed_tokens and request.swapped is None:
             # Others may have published what comes next since the last chunk.
             self._admission.count_hits(request, cache.attach(request, cache.match(request)))
             start = request.num_scheduled_tokens

@@ -48,6 +48,7 @@ class FakeRunner(ImmediateRunner):
         eos_token_id: ends a scripted reply.
         num_blocks, page_size, windows: the cache that it pretends to hold; one group of layers per window.
         num_slots: of states that it pretends to hold, the null slot included; 0 for a model without states.
+        swap_places: of the swap space that it pretends to have, per group of layers.
         gate: holds every step until the test lets it pass.
         step_time: seconds that a step takes (asleep: the event loop is free).
         raise_at: exceptions by step: the step raises, which kills the engine.
@@ -73,6 +74,7 @@ class FakeRunner(ImmediateRunner):
         page_size: int = 16,
         windows: Sequence[int | None] = (None,),
         num_slots: int = 0,
+        swap_places: int = 0,
         gate: Gate | None = None,
         step_time: float = 0.0,
         raise_at: Mapping[int, BaseException] | None = None,
@@ -82,7 +84,9 @@ class FakeRunner(ImmediateRunner):
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_id = eos_token_id
-        self.cache_layout = simple_layout(num_blocks, page_size=page_size, windows=windows, num_slots=num_slots)
+        self.cache_layout = simple_layout(
+            num_blocks, page_size=page_size, windows=windows, num_slots=num_slots, swap_places=swap_places
+        )
         self.device_type = "cpu"
         self.choices = (Choice("model", "FakeRunner", "scripted tokens"),)
         self.num_steps = 0

@@ -121,6 +121,7 @@ class KVOracle:
         self._pages: list[list[list[int]]] = [
             [[0] * self.cache_layout.page_size for _ in range(group.num_blocks)] for group in self.cache_layout.groups
         ]
+        self._places: dict[tuple[int, int], Sequence[int]] = {}  # by group and place
         states = self.cache_layout.states
         self._states: list[tuple[int, int]] = [_FRESH] * (0 if states is None else states.num_slots)
         self._records = CheckedRecords(len(self.cache_layout.groups))  # each `state` is a `_Seen`
@@ -227,9 +228,8 @@ class KVOracle:
         return result
 
     def _check_plan(self, plan: StepPlan, records: Sequence[Record]) -> None:
-        if not plan.entries and (
-            plan.num_tokens or plan.copies_before or plan.states_before or plan.states_after or not plan.closed
-        ):
+        moves = (plan.swaps_out, plan.swaps_in, plan.copies_before, plan.states_before, plan.states_after)
+        if not plan.entries and (plan.num_tokens or any(moves) or not plan.closed):
             raise KVMismatch("a plan that does nothing was executed")
         if plan.num_tokens != sum(entry.num_new_tokens for entry in plan.entries):
             raise KVMismatch("num_tokens is not the sum of the entries")
@@ -257,6 +257,7 @@ class KVOracle:
         plan, records, _, blocks, slots = flight
         errors = (self._errors(plan) if self._errors is not None else None) or {}
         rows = list(zip(plan.entries, records, strict=True))
+        self._swap(plan)
         self._copy(plan.copies_before)
         if self._states:
             self._restore(plan.states_before, records, slots)
@@ -283,6 +284,25 @@ class KVOracle:
             seen.ahead += token_ids[-1]
             del seen.history[_known_end(entry) :]
         return fake_result(plan, records, token_ids, errors)
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Move blocks to places of the swap space, and others from there."""
+        named = [flight for flight in self._flights if flight.plan.entries]
+        read = {(swap.group, swap.place) for flight in named for swap in flight.plan.swaps_in}
+        for group, block, place in plan.swaps_out:
+            if block == NULL_BLOCK or not 0 <= place < self.cache_layout.swap_places[group] or (group, place) in read:
+                raise KVMismatch(f"block {block} of group {group} is moved to place {place}, which is in use")
+            is_state = group == len(self._pages)
+            self._places[group, place] = self._states[block] if is_state else list(self._pages[group][block])
+        for group, block, place in plan.swaps_in:
+            if block == NULL_BLOCK or any((group, block) in flight.blocks for flight in named):
+                raise KVMismatch(f"place {place} is moved to block {block} of group {group}, which is in use")
+            kept = self._places[group, place]
+            if group < len(self._pages):
+                self._pages[group][block] = list(kept)
+            else:
+                num_tokens, history = kept
+                self._states[block] = num_tokens, history
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         for group, source, target in copies:

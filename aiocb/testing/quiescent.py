@@ -131,7 +131,9 @@ def what_is_left(core: EngineCore) -> list[str]:
     used = [pool.num_used for pool in scheduler.cache.pools]
     if any(used):
         found.append(f"blocks in use, by group: {used}")
-    states = scheduler.cache.states
+    swap, states = scheduler.cache.swap, scheduler.cache.states
+    if swap is not None and swap.usage:
+        found.append(f"places of the swap space in use: {swap!r}")
     if states is not None and states.pool.num_used:
         found.append(f"slots of states in use: {states.pool.num_used}")
     return found

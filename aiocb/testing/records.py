@@ -76,6 +76,7 @@ def simple_layout(
     windows: Sequence[int | None] = (None,),
     num_slots: int = 0,
     interval: int | None = None,
+    swap_places: int | Sequence[int] = 0,
 ) -> CacheLayout:
     """A cache layout with one layer per group.
 
@@ -85,6 +86,7 @@ def simple_layout(
         windows: one group for each: its sliding window, or None for full attention.
         num_slots: of states, the null slot included; 0 for a model without states.
         interval: tokens from one snapshot of a state to the next; None: 8 pages.
+        swap_places: of the swap space, per group, and as many for states; 0 for none.
     """
     counts = [num_blocks] * len(windows) if isinstance(num_blocks, int) else list(num_blocks)
     groups = (
@@ -92,7 +94,9 @@ def simple_layout(
         for layer, (window, count) in enumerate(zip(windows, counts, strict=True))
     )
     states = StateLayout(num_slots, page_size, interval or 8 * page_size) if num_slots else None
-    return CacheLayout(page_size, tuple(groups), states)
+    num_kinds = len(windows) + (states is not None)
+    places = [swap_places] * num_kinds if isinstance(swap_places, int) else swap_places
+    return CacheLayout(page_size, tuple(groups), states, swap_places=tuple(places) if any(places) else ())
 
 
 def fake_result(

@@ -58,7 +58,7 @@ def test_without_faults_nothing_fails() -> None:
 def test_every_event_occurs() -> None:
     """`make simulate` goes on from here, to 200,000 steps."""
     seen: set[str] = set()
-    for seed, layout in enumerate(layout for layout in LAYOUTS for _ in range(4)):
+    for seed, layout in enumerate(layout for layout in LAYOUTS for _ in range(2)):
         seen.update(Simulation(100 + seed, layout=layout).run(1200).events)
     assert seen == set(EVENTS), "some kind of event has not occurred"
 

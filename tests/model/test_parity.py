@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from aiocb.attention.base import GroupTables
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.model import parity
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.parity import check_parity, probe_ids
 from aiocb.records import Record
-from aiocb.step import CacheGroup, CacheLayout, StepEntry
+from aiocb.step import CacheGroup, CacheLayout, LengthSwitch, StepEntry
 from tests.steps import described
 
 from .helpers import argmax_sampler, tiny
@@ -26,13 +28,24 @@ class Recomputing:
 
     Args:
         model: computes.
-        num_blocks, page_size: of a cache that nobody reads.
+        num_blocks, page_size, window, chunk, switch: of a cache that nobody reads.
         max_model_len: as reported.
     """
 
-    def __init__(self, model: Any, *, num_blocks: int = 64, page_size: int = 16, max_model_len: int = 512) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_blocks: int = 64,
+        page_size: int = 16,
+        max_model_len: int = 512,
+        window: int | None = None,
+        chunk: int | None = None,
+        switch: LengthSwitch | None = None,
+    ) -> None:
         self.model = model
-        self.cache_layout = CacheLayout(page_size, (CacheGroup(None, (0, 1), num_blocks, 1),))
+        group = CacheGroup(window, (0, 1), num_blocks, 1, chunk)
+        self.cache_layout = CacheLayout(page_size, (group,), switch=switch)
         self.max_model_len = max_model_len
         self.steps: list[Sequence[StepEntry]] = []
         self.records: dict[int, Record] = {}
@@ -81,6 +94,70 @@ def test_one_wrong_chunk_is_enough(where: tuple[int, int]) -> None:
     model = tiny("llama")
     with pytest.raises(ConfigError, match="differ from the model's own forward"):
         check_parity(model, Wrong(model), "float32")
+
+
+class TestBeyond:
+    """Windows, chunks and changes of the rotation that the short prompts do not reach."""
+
+    class Wrong(Recomputing):
+        """Wrong from token 42 on."""
+
+        def changed(self, logits: Tensor, request_id: int, end: int) -> Tensor:
+            return logits.roll(1, -1) if end > 42 else logits
+
+    @pytest.mark.parametrize("boundary", [{"window": 30}, {"chunk": 30}, {"switch": LengthSwitch(30)}])
+    def test_what_is_wrong_there_is_found(self, boundary: dict[str, Any]) -> None:
+        model = tiny("llama")
+        check_parity(model, self.Wrong(model), "float32")
+        with pytest.raises(ConfigError, match="differ"):
+            check_parity(model, self.Wrong(model, **boundary), "float32")
+        right = Recomputing(model, **boundary)
+        assert check_parity(model, right, "float32").reason.endswith("up to 54 tokens")
+        assert right.steps[-1][0].num_computed_tokens == 53, "the last tokens are computed one by one"
+
+    def test_what_no_request_reaches_is_no_boundary(self) -> None:
+        model = tiny("llama")
+        for runner in (self.Wrong(model, window=300, max_model_len=310), self.Wrong(model, window=16)):
+            assert check_parity(model, runner, "float32").reason.endswith("relative")
+
+    @pytest.mark.parametrize("limit", ["FAR_TOKENS", "FAR_WORK_CPU"])
+    def test_what_takes_too_long_is_said(self, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parity, limit, 50)
+        model = tiny("llama")
+        reason = check_parity(model, self.Wrong(model, window=30), "float32").reason
+        assert "not beyond a window of 30" in reason and "too long" in reason
+
+    def test_logits_that_cannot_be_left_out_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parity, "FAR_LOGITS", 100)
+        model = tiny("llama")
+        for keeps in (True, False):
+            monkeypatch.setattr(parity, "_keeps_logits", lambda model, keeps=keeps: keeps)
+            assert ("up to" in check_parity(model, Recomputing(model, chunk=30), "float32").reason) == keeps
+
+    def test_a_cache_that_is_too_small_is_said(self) -> None:
+        model = tiny("llama")
+        reason = check_parity(model, self.Wrong(model, chunk=30, num_blocks=4), "float32").reason
+        assert "not beyond chunks of 30" in reason and "cache" in reason
+
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [
+            ("mistral", {"sliding_window": 40}),
+            ("llama4_text", {"attention_chunk_size": 40, "layer_types": ["chunked_attention", "full_attention"]}),
+        ],
+    )
+    def test_a_backend_that_hides_nothing_is_found(
+        self, name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def build() -> TorchRunner:
+            config = EngineConfig(num_blocks=64, native=False)
+            return TorchRunner(tiny(name, **values), config, argmax_sampler, max_model_len=512)
+
+        assert "up to 64 tokens" in described(build())["parity"]
+        monkeypatch.setattr(GroupTables, "first_visible", lambda self, queries: queries * 0)
+        monkeypatch.setattr("aiocb.model.eager.batch.first_visible", lambda queries, window, chunk: queries * 0)
+        with pytest.raises(ConfigError, match="differ"):
+            build()
 
 
 def test_a_shift_of_a_row_changes_no_probability() -> None:

@@ -15,7 +15,7 @@ NUM_NEW = 8
 KINDS = {
     "deepseek_v32": "DeepseekV32Attention split",  # an indexer over latents
     "glm_moe_dsa": "GlmMoeDsaAttention split",  # what the indexer selects goes on to other layers
-    "inkling_text": "InklingShortConvolution scanned by torch code, InklingAttention one by one",  # states within
+    "inkling_text": "InklingShortConvolution scanned by torch code, InklingAttention one by one",  # positions, states
     "inkling2_text": "Inkling2SlidingAttention one by one",  # distances from above, attention across layers
     "minimax_m3_vl_text": "MiniMaxM3VLAttention split",  # blocks of keys; dense layers too
 }

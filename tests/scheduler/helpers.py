@@ -28,6 +28,7 @@ class Harness:
         windows: Sequence[int | None] = (None,),
         num_slots: int = 0,
         interval: int | None = None,
+        swap_places: int = 0,
         layout: CacheLayout | None = None,
         sharing: bool = True,
         max_batch_tokens: int = 64,
@@ -40,7 +41,12 @@ class Harness:
         errors: Callable[[StepPlan], Mapping[int, Exception] | None] | None = None,
     ) -> None:
         self.layout = layout or simple_layout(
-            num_blocks, page_size=page_size, windows=windows, num_slots=num_slots, interval=interval
+            num_blocks,
+            page_size=page_size,
+            windows=windows,
+            num_slots=num_slots,
+            interval=interval,
+            swap_places=swap_places,
         )
         self.cache = CacheManager(self.layout, sharing)
         self.scheduler = Scheduler(
@@ -184,6 +190,7 @@ class Harness:
         assert self.scheduler.num_requests == 0 and not self.scheduler.has_work
         assert self.oracle.num_open == 0
         assert self.cache.usage() == 0.0
+        assert self.cache.swap is None or (self.cache.swap.usage == 0.0 and not self.cache.swap.pending)
         assert self.cache.states is None or self.cache.states.usage == 0.0
         self.scheduler.check_invariants()
         for request in self.requests:

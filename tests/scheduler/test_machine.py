@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 1, 2]),
         draft_len=st.sampled_from([0, 0, 3]),
         states=st.sampled_from([(0, 1), (0, 1), (2, 1), (3, 4), (6, 2), (30, 3)]),
+        swap_places=st.sampled_from([0, 3, 12, 100]),
     )
     def build(
         self,
@@ -54,6 +55,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth: int,
         draft_len: int,
         states: tuple[int, int],
+        swap_places: int,
     ) -> None:
         self.plan: StepPlan | None = None
         self.fault = False
@@ -71,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             draft_len=draft_len,
             num_slots=states[0],
             interval=states[1] * page_size,
+            swap_places=swap_places,
             errors=self.errors,
         )
 
@@ -224,6 +227,7 @@ def test_a_long_random_history(seed: int) -> None:
         draft_len=rng.choice([0, 2]),
         num_slots=rng.choice([2, 5, 12]) if seed >= 12 else 0,
         interval=rng.choice([1, 3]) * page_size,
+        swap_places=rng.choice([0, 10, 200]),
     )
     alive: list[Request] = []
     for _ in range(120):

@@ -82,6 +82,6 @@ def test_withdrawing_takes_entry_budget_and_copies_back() -> None:
     draft.snapshots = {leader: False, fork: True}
     draft.withdraw(fork)
     assert draft.states == [StateCopy(5, 3)] and draft.snapshots == {leader: False}
-    plan = draft.plan((), {leader: Snapshot(7, 12, False)})
+    plan = draft.plan((), {leader: Snapshot(7, 12, False)}, ())
     assert plan.states_before == (StateCopy(5, 3),) and plan.states_after == (StateCopy(3, 7),)
     assert plan.num_tokens == 1 and [opened.request_id for opened in plan.opened] == [1]

@@ -78,3 +78,14 @@ class TestRestart:
         assert cache.can_fork(source, 8)
         source.cache_kind = 1
         assert not cache.can_fork(source, 8)
+
+
+def test_keys_that_were_swapped_out_before_the_switch_are_worth_nothing_behind_it() -> None:
+    cache = CacheManager(simple_layout(64, page_size=4, swap_places=64)._replace(switch=RESTART))
+    sequence = published(cache, 9, 9)
+    assert cache.swap is not None
+    assert cache.swap.put_out(sequence, moves_on=False)
+    cache.free(cache.detach(sequence))
+    assert cache.swap.is_worth_it(sequence, 0)
+    sequence.tokens += [1, 2]
+    assert not cache.swap.is_worth_it(sequence, 0)

@@ -43,13 +43,14 @@ def engine_config(
             FutureWarning,
             stacklevel=3,
         )
+    device_type = str(model.device.type) if hasattr(model, "device") else None
     if isinstance(config, EngineConfig):
-        return refuse_unbuilt(config)
+        return refuse_unbuilt(config, device_type)
     attention = None
     if not config.auto_switch_to_flash:
         implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
         attention = _TORCH_BACKENDS.get(implementation or "")
-    return without_unbuilt(EngineConfig.from_transformers(config, attention=attention))
+    return without_unbuilt(EngineConfig.from_transformers(config, attention=attention), device_type)
 
 
 class _Place:

@@ -394,12 +394,20 @@ class ModelAdapter:
             self._lengths = None
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, handler: Handler, past: Any = 0
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        handler: Handler,
+        past: Any = 0,
+        call: Callable[..., Any] | None = None,
     ) -> Tensor:
-        """Run the view once. input_ids and positions [1, T], logit_rows [N] -> logits [N, V]."""
-        return self._answered(input_ids, logit_rows, Pass(handler, positions, past))
+        """Run the view once, or what is called in its place. input_ids, positions [1, T], logit_rows [N] -> [N, V]."""
+        return self._answered(input_ids, logit_rows, Pass(handler, positions, past), call)
 
-    def _answered(self, input_ids: Tensor, logit_rows: Tensor, answering: Pass) -> Tensor:
+    def _answered(
+        self, input_ids: Tensor, logit_rows: Tensor, answering: Pass, call: Callable[..., Any] | None = None
+    ) -> Tensor:
         positions = answering.positions
         values: dict[str, Any] = {"use_cache": self._gets_cache}
         if self._gets_cache:
@@ -413,7 +421,7 @@ class ModelAdapter:
             past = positions[0] - torch.arange(positions.shape[1], device=positions.device)
             answering = answering._replace(past=past)
         with entered(answering):
-            logits: Tensor = self.view.model(input_ids=input_ids, **values).logits  # [1, N, V]
+            logits: Tensor = (call or self.view.model)(input_ids=input_ids, **values).logits  # [1, N, V]
         if not self._takes_logit_rows:
             logits = logits.index_select(1, logit_rows)
         return logits[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from aiocb.model.eager.device_runner import Accelerator, DeviceRunner
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.request import Candidate, Material, ModelRequest, Refusal
 from aiocb.sampling.sampler import Sampler
@@ -22,4 +23,8 @@ def plan(request: ModelRequest, material: Material) -> Candidate | Refusal:
     if config.native and config.attention is None:
         return Refusal("native=True was asked for")
     sampler = request.sampler or Sampler(material.defaults.vocab_size, device=str(module.device))
-    return Candidate(functools.partial(TorchRunner, module, config, sampler, max_model_len=material.max_model_len))
+    make = functools.partial(TorchRunner, module, config, sampler, max_model_len=material.max_model_len)
+    accelerator = Accelerator.of(module.device)
+    if accelerator is not None:
+        return Candidate(functools.partial(DeviceRunner, *make.args, **make.keywords, accelerator=accelerator))
+    return Candidate(make)

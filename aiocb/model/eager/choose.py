@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,32 +29,74 @@ ALL_PACKED = 0.9
 """Share of the weights of products that must be packed for torch to be held to one thread."""
 
 
+_PACKAGES = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
+"""What has to be installed for flash attention to be taken unasked: nothing is fetched without being asked for."""
+
+Makers = Mapping[str, Callable[[], AttentionBackend]]
+
+
 def choose_backend(
-    specs: Iterable[LayerSpec], dtype: torch.dtype, device: torch.device, config: EngineConfig
+    specs: Iterable[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    config: EngineConfig,
+    failed: Mapping[str, str] = MappingProxyType({}),
+    makers: Makers | None = None,
 ) -> tuple[AttentionBackend, Choice]:
-    """Take the configured backend, else the native one where it can run every layer.
+    """Take the configured backend, else the first that can run every layer: native on the CPU, flash on a GPU, sdpa.
+
+    Args:
+        specs: of all layers.
+        dtype, device: of keys and values.
+        config: names a backend, or none.
+        failed: backends that have been tried, and what was wrong.
+        makers: by name, in place of the registry.
 
     Raises:
         ConfigError: the configured backend cannot run this model.
     """
-    asked = tuple(specs), device.type, str(dtype).removeprefix("torch."), config.page_size
+    layers, format_name = tuple(specs), str(dtype).removeprefix("torch.")
     if config.attention is not None:
-        backend = create_backend(config.attention)
-        reason = backend.capabilities.refusal(*asked)
+        backend = _made(config.attention, makers)
+        reason = backend.capabilities.refusal(layers, device.type, format_name, config.page_size)
         if reason is not None:
             raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
-        return backend, Choice("attention", config.attention, "configured")
-    why = f"plain torch on {device.type}"
-    if config.native is not False and device.type == "cpu":
-        try:
-            backend = create_backend("cpu")
-            reason = backend.capabilities.refusal(*asked)
-        except ConfigError as error:
-            reason = str(error)
+        return backend, Choice("attention", backend.name, "configured")
+    passed: list[str] = []
+    for name, why_not in _candidates(device, config, makers):
+        reason = why_not or failed.get(name)
         if reason is None:
-            return backend, Choice("attention", "cpu", "native paged attention")
-        why += f"; not cpu: {reason}"
-    return create_backend("sdpa"), Choice("attention", "sdpa", why)
+            try:
+                backend = _made(name, makers)
+                reason = backend.capabilities.refusal(layers, device.type, format_name, config.page_size)
+            except ConfigError as error:
+                reason = str(error)
+            if reason is None:
+                why = "native paged attention" if name == "cpu" else f"the first that works on {device.type}"
+                return backend, Choice("attention", name, "; ".join([why, *passed]))
+        passed.append(f"not {name}: {reason}")
+    why = "; ".join([f"plain torch on {device.type}", *passed])
+    return _made("sdpa", makers), Choice("attention", "sdpa", why)
+
+
+def _made(name: str, makers: Makers | None) -> AttentionBackend:
+    return makers[name]() if makers is not None and name in makers else create_backend(name)
+
+
+def _candidates(device: torch.device, config: EngineConfig, makers: Makers | None) -> Iterator[tuple[str, str | None]]:
+    """Yield what is tried before sdpa, the best first, and why it is not to be."""
+    if device.type == "cpu" and makers is None:
+        if config.native is not False:
+            yield "cpu", None
+        return
+    for name, package in _PACKAGES.items():
+        if not config.auto_switch_to_flash:
+            yield name, "auto_switch_to_flash=False"
+        elif (makers is None or name not in makers) and importlib.util.find_spec(package) is None:
+            yield name, f"{package} is not installed"
+        else:
+            yield name, None
+    yield "varlen", None
 
 
 def pack_linears(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aiocb.attention.base import KVFormat
+from aiocb.attention.base import AttentionBackend, KVFormat
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels.interface import PAGE_SIZE
@@ -28,6 +28,7 @@ from aiocb.model.eager.slots import choose_states, layout_without_keys
 from aiocb.model.eager.states import StateStorage
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
 from aiocb.model.parity import check_parity
+from aiocb.model.swap import SwapBuffer, choose_swap
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
 from aiocb.step import CacheLayout, ImmediateRunner, StateCopy, StateLayout, StepEntry, StepPlan, StepResult
@@ -84,7 +85,7 @@ class TorchRunner(ImmediateRunner):
         """Choose attention and linears, size the cache, and compare with the model's own forward."""
         adapter = self._adapter
         self._uses_native = False
-        self._backend, attention_choice = choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
+        self._backend, attention_choice = self._choose(config)
         self._uses_native = self._backend.name == "cpu"
         self._linears, linears_choice = pack_linears(
             adapter.view.model, self._backend, config, has_mixers=adapter.is_split
@@ -93,7 +94,8 @@ class TorchRunner(ImmediateRunner):
         kv_format = KVFormat.of(adapter.dtype)
         if adapter.states:
             adapter.scans = choose_scans(adapter.device, self._backend, self._linears, config)
-        page_size, page_choice = choose_page_size(config, PAGE_SIZE, f"attention {self._backend.name!r}")
+        preferred = self._backend.capabilities.preferred_page_size or PAGE_SIZE
+        page_size, page_choice = choose_page_size(config, preferred, f"attention {self._backend.name!r}")
         states, state_choices = self._make_states(config, kv_format, page_size)
         if adapter.specs:
             layout, layout_choice = choose_layout(
@@ -101,8 +103,16 @@ class TorchRunner(ImmediateRunner):
             )
         else:
             layout, layout_choice = layout_without_keys(page_size, config, self._max_model_len)
-        layout = layout._replace(states=states, switch=adapter.switch)
+        layout, swap_choice = choose_swap(
+            layout._replace(states=states, switch=adapter.switch), config, is_on_host=adapter.device.type == "cpu"
+        )
         self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
+        self._swap: SwapBuffer | None = None
+        if layout.swap_places:
+            rows = self._cache.block_rows()
+            if self._states is not None:
+                rows.append(list(self._states.tensors.values()))
+            self._swap = SwapBuffer(rows, layout.swap_places)
         self._records = Records(len(layout.groups))
         try:
             parity = check_parity(self._model, self, kv_format.name)
@@ -111,7 +121,7 @@ class TorchRunner(ImmediateRunner):
                 raise
             adapter.scans, adapter.why_split = None, str(error)
             parity = check_parity(self._model, self, kv_format.name)
-        chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, layout_choice]
+        chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, layout_choice, swap_choice]
         return [*chosen, *state_choices, parity]
 
     def _make_states(
@@ -134,6 +144,10 @@ class TorchRunner(ImmediateRunner):
         self._states = StateStorage(adapter.states, layout.num_slots, adapter.device)
         return layout, choices
 
+    def _choose(self, config: EngineConfig) -> tuple[AttentionBackend, Choice]:
+        adapter = self._adapter
+        return choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
+
     @property
     def cache_layout(self) -> CacheLayout:
         """The paged cache that this runner holds."""
@@ -151,6 +165,9 @@ class TorchRunner(ImmediateRunner):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the model once over the plan and sample; see `step.Runner`."""
+        if self._swap is not None:
+            self._swap.swap_out(plan.swaps_out)
+            self._swap.swap_in(plan.swaps_in)
         if plan.copies_before:
             self._cache.copy_blocks(plan.copies_before)
         self._copy_states(plan.states_before)
@@ -213,6 +230,8 @@ class TorchRunner(ImmediateRunner):
     def close(self) -> None:
         """Free the cache, the packed weights and the view. Idempotent."""
         self._cache.close()
+        if self._swap is not None:
+            self._swap.close()
         if self._states is not None:
             self._states.close()
         self._close_linears()

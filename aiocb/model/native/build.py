@@ -22,6 +22,7 @@ from aiocb.model.native.runner import NativeRunner
 from aiocb.model.native.sampling import NativeSampler
 from aiocb.model.native.weights import build_native_model
 from aiocb.model.request import Candidate, Material, ModelRequest, Refusal
+from aiocb.model.swap import choose_swap
 
 if TYPE_CHECKING:
     from aiocb.sampling.sampler import Sampler
@@ -114,6 +115,7 @@ def build(
     layout, layout_choice = choose_layout(
         KVFormat.of(dtype), _specs(description), page_size, config, max_model_len, torch.device("cpu")
     )
+    layout, swap_choice = choose_swap(layout, config, is_on_host=True)
     threads = config.num_threads or default_num_threads()
     try:
         native = build_native_model(
@@ -126,7 +128,7 @@ def build(
     kept = None if is_owned or quantization is not None else module
     runner = NativeRunner(native, description, layout, sampler or NativeSampler(description.vocab_size, native), kept)
     kernels = Choice("kernels", f"{native.instruction_set}, {weights}, {threads} threads", description.family)
-    runner.choices = (page_choice, layout_choice, kernels)
+    runner.choices = (page_choice, layout_choice, swap_choice, kernels)
     if module is not None and checks_parity:
         from aiocb.model.parity import check_parity
 

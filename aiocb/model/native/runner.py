@@ -19,6 +19,7 @@ from aiocb.kernels import KernelError, NativeModel
 from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.native.families import ModelDescription, describe
 from aiocb.model.native.step import NativeStep
+from aiocb.model.native.swap import NativeSwap
 from aiocb.model.native.weights import pack_again
 from aiocb.outputs import TokenLogprobs
 from aiocb.records import Record, Records
@@ -57,6 +58,7 @@ class NativeRunner(ImmediateRunner):
         self.max_model_len = description.max_position_embeddings
         self._sampler = sampler
         self._module = module
+        self._swap = NativeSwap(native, layout) if layout.swap_places else None
         self._records = Records()  # block tables lie in native memory, by row
         self._logits: Tensor | None = None
 
@@ -69,7 +71,7 @@ class NativeRunner(ImmediateRunner):
     def close(self) -> None:
         """Free weights and cache, join the threads. Idempotent."""
         self.native.close()
-        self._logits = self._module = None
+        self._logits = self._module = self._swap = None
 
     def release(self) -> None:
         """Forget every request; see `step.Runner`."""
@@ -83,6 +85,9 @@ class NativeRunner(ImmediateRunner):
         Raises:
             KernelError: the plan names an id, a row or a block that does not exist.
         """
+        if self._swap is not None:
+            self._swap.swap_out(plan.swaps_out)
+            self._swap.swap_in(plan.swaps_in)
         for group, source, target in plan.copies_before:
             for page in range(pages := self.cache_layout.page_size // PAGE_SIZE):
                 self.native.copy_block(group, source * pages + page, target * pages + page)

@@ -167,6 +167,7 @@ class Simulation:
                 windows=layout.windows,
                 num_slots=layout.num_slots,
                 interval=layout.interval,
+                swap_places=layout.swap_places,
             ),
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,

@@ -18,7 +18,8 @@ EOS_TOKEN_ID = 3
 class Layout(NamedTuple):
     """A cache to run on; `windows` has one entry for each group of layers, None for full attention.
 
-    With `num_slots`, the model has states, and a snapshot of a long prompt every `interval` tokens.
+    With `num_slots`, the model has states, and a snapshot of a long prompt every `interval` tokens. `swap_places` of
+    each group are there for what is preempted.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Layout(NamedTuple):
     windows: tuple[int | None, ...]
     num_slots: int = 0
     interval: int | None = None
+    swap_places: int = 0
 
 
 LAYOUTS = (
@@ -36,8 +38,11 @@ LAYOUTS = (
     Layout("tiny hybrid", (24, 18), 4, (None, 6)),
     Layout("sliding", 30, 4, (7,)),
     Layout("large pages", 12, 16, (None,)),
+    Layout("tiny, swapped", 26, 4, (None,), swap_places=60),
+    Layout("tiny hybrid, swapped", (24, 18), 4, (None, 6), swap_places=9),
     Layout("states", 90, 4, (None,), 20, 12),
     Layout("tiny states", (26, 20), 4, (None, 9), 4, 8),
+    Layout("tiny states, swapped", 24, 4, (None,), 5, 8, 20),
 )
 
 
