@@ -32,11 +32,13 @@ class Chunks(NamedTuple):
 
     Attributes:
         tokens: of each chunk; T where it is filled up. [N, L]
+        kept: which of the chunks' N * L tokens are not filled up, and which packed tokens these are.
         levels: the slice of the chunks, and how many rows there are, level by level.
         rows: the longest first. [rows of more than one token]
     """
 
     tokens: Tensor
+    kept: tuple[Tensor, Tensor]
     levels: tuple[tuple[slice, int], ...]
     rows: Tensor
 
@@ -46,8 +48,8 @@ class Chunks(NamedTuple):
 
     def scatter(self, chunks: Tensor, out: Tensor) -> None:
         """Put the chunks' tokens [N, L, ...] where they belong in `out` [T, ...]."""
-        kept = self.tokens < len(out)
-        out[self.tokens[kept]] = chunks[kept].to(out.dtype)
+        places, tokens = self.kept
+        out.index_copy_(0, tokens, chunks.flatten(0, 1).index_select(0, places).to(out.dtype))
 
 
 class PackedRows:
@@ -111,8 +113,10 @@ class PackedRows:
             levels.append((slice(begin, begin + len(rows)), len(rows)))
             begin += len(rows)
         table = np.concatenate(tokens) if tokens else np.zeros((0, length), dtype=np.int64)
+        kept = np.flatnonzero(table < self.num_tokens)
         return Chunks(
             torch.from_numpy(table).to(self.device),
+            (torch.from_numpy(kept).to(self.device), torch.from_numpy(table.reshape(-1)[kept]).to(self.device)),
             tuple(levels),
             torch.from_numpy(order + self.num_single).to(self.device),
         )
