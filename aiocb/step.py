@@ -40,6 +40,7 @@ __all__ = [
     "StateCopy",
     "StateLayout",
     "StepEntry",
+    "StepOutOfMemory",
     "StepPlan",
     "StepResult",
     "first_visible",
@@ -259,6 +260,15 @@ class StepResult(NamedTuple):
     errors: Mapping[int, Exception] | None = None
 
 
+class StepOutOfMemory(MemoryError):
+    """There is no memory for a step; the runner can go on with other plans.
+
+    Raised by `submit`: what the plan closes, opens and swaps out counts, its entries do not. Raised by `collect`: the
+    same for every plan in flight, and none is any more. No token has been sampled; what was to be written for the
+    entries (keys, values, states, copies) may be there or not, so their requests have to be closed and opened again.
+    """
+
+
 Handle = Any
 """A plan in flight; what it is, is the runner's own business."""
 
@@ -294,7 +304,8 @@ class Runner(Protocol):
         """Start a step; at most `depth` are under way. A plan without entries only opens, closes and copies.
 
         Raises:
-            Exception: anything raised here is fatal for the engine (`EngineDead`); request-scoped failures are
+            StepOutOfMemory: a smaller plan may succeed; never raised for a plan without entries.
+            Exception: anything else raised here is fatal for the engine (`EngineDead`); request-scoped failures are
                 returned in `StepResult.errors`.
         """
 

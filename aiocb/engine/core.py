@@ -7,6 +7,7 @@ Time, the runner and the source of random seeds are arguments: a whole run repla
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import random
 import time
@@ -19,6 +20,7 @@ from aiocb.engine.output import OutputState
 from aiocb.engine.room import Room
 from aiocb.engine.stats import Recorder, Stats
 from aiocb.scheduler.request import ParallelGroup, Request
+from aiocb.step import StepOutOfMemory
 
 if TYPE_CHECKING:
     from aiocb.engine.output import Submission
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from aiocb.step import Handle, Runner, StepPlan, StepResult
 
 __all__ = ["Command", "EngineCore"]
+
+logger = logging.getLogger("aiocb")
 
 Command = tuple[Callable[["EngineCore", Any], None], Any]
 """What goes into the inbox: a method of the core and its argument."""
@@ -74,6 +78,7 @@ class EngineCore:
         self._random = random_source or random.Random()
         self._debug_checks = debug_checks
         self._flights: deque[tuple[StepPlan, Handle]] = deque()
+        self._retracted: list[Update] = []
         self._num_received = 0
         self._num_pauses = 0
         self._watchers: set[Bridge] = set()
@@ -119,18 +124,36 @@ class EngineCore:
         flights, runner = self._flights, self.runner
         if plan is not None:
             self.is_stepping, self.last_event_at = True, self.clock()
-            flights.append((plan, runner.submit(plan)))
+            try:
+                flights.append((plan, runner.submit(plan)))
+            except StepOutOfMemory as error:
+                self._retract([plan], error)
         results = []
         while flights and (len(flights) >= runner.depth or plan is None):
             oldest, handle = flights.popleft()
-            results.append((oldest, runner.collect(handle)))
+            try:
+                results.append((oldest, runner.collect(handle)))
+            except StepOutOfMemory as error:
+                # The runner has nothing in flight any more.
+                behind = [later for later, _ in flights]
+                flights.clear()
+                self._retract([oldest, *behind], error)
             self.last_event_at = self.clock()
         self.is_stepping = bool(flights)
         return results
 
+    def _retract(self, plans: list[StepPlan], error: StepOutOfMemory) -> None:
+        """Let the scheduler compute again, in smaller steps, what these plans would have computed."""
+        scheduler = self.scheduler
+        if scheduler.max_step_tokens == scheduler.max_batch_tokens:
+            logger.warning(
+                "a step of %d tokens has run out of memory (%s); smaller ones follow", plans[0].num_tokens, error
+            )
+        self._retracted += scheduler.retract([plan for plan in plans if plan.entries], error)
+
     def _update(self, results: list[tuple[StepPlan, StepResult]]) -> list[Update]:
         """Let the scheduler take what has been computed."""
-        updates: list[Update] = []
+        updates, self._retracted = self._retracted, []
         for plan, result in results:
             if plan.entries:
                 updates += self.scheduler.update(plan, result, self.last_event_at)

@@ -100,6 +100,20 @@ class Flights:
         self._cache.free(Held((), tuple(snapshot.slot for snapshot in snapshots.values())))
         snapshots.clear()
 
+    def take_back(self, plan: StepPlan) -> Sequence[Request]:
+        """Note that the newest plan has not been executed and is not going to be; returns its requests."""
+        flight = self._flights.pop()
+        assert flight.plan is plan, "plans are taken back in the reverse order of their launch"
+        if self._flights:  # which may name the same requests
+            self._flights[-1].held += flight.held
+            self._flights[-1].closed += flight.closed
+        else:
+            for held in flight.held:
+                self._cache.free(held)
+            self._closed += flight.closed
+        self.drop(flight.snapshots)
+        return flight.requests
+
     def give_back(self, request: Request) -> None:
         """Take all blocks of a request, and its slots, and let the runner close it; idempotent.
 

@@ -84,6 +84,7 @@ class Request(CachedSequence):
         num_cached_tokens: tokens that were not computed thanks to the prefix cache (or to a fork) when it first ran.
         num_prompt_logprobs: prompt positions whose log-probabilities have been delivered.
         parked_on, followers, pending_start: of `PendingPrefixes`; a follower waits for so many computed tokens.
+        has_starved: a step of a single token of it has run out of memory.
     """
 
     id: int
@@ -115,6 +116,7 @@ class Request(CachedSequence):
     parked_on: Request | None = field(default=None, init=False)
     followers: dict[Request, int] = field(default_factory=dict, init=False)
     pending_start: int = field(default=-1, init=False)
+    has_starved: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         CachedSequence.__post_init__(self)  # `super()` knows the class from before it got slots

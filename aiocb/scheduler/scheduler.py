@@ -35,6 +35,7 @@ from aiocb.scheduler.events import Finished, Update
 from aiocb.scheduler.queue import Deadlines
 from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.roster import Roster
+from aiocb.scheduler.shortage import Shortage
 from aiocb.step import BlockSwap, StepEntry, StepPlan, StepResult
 
 __all__ = ["Finished", "Scheduler", "Update"]
@@ -86,6 +87,7 @@ class Scheduler:
         self._admission = Admission(self._roster, self.max_requests_per_batch, safety_margin)
         self._deadlines = Deadlines()
         self._flights = self._roster.flights
+        self._shortage = Shortage(self._roster, max_batch_tokens)
         self._drafter = drafter if cache.states is None else None
         switch = cache.layout.switch
         self._restart_length = switch.length if switch is not None and switch.is_recomputed else None
@@ -126,6 +128,16 @@ class Scheduler:
     def prefix_cache_hits(self) -> int:
         """Tokens of these that were found."""
         return self._admission.num_hit
+
+    @property
+    def num_steps_out_of_memory(self) -> int:
+        """How often a step had to be taken back."""
+        return self._shortage.num_steps
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Token budget of the next step: `max_batch_tokens`, or less for a while after one ran out of memory."""
+        return self._shortage.max_tokens
 
     @property
     def has_work(self) -> bool:
@@ -234,7 +246,7 @@ class Scheduler:
         """
         if self._restart_length is not None:
             self._restart_longer(self._restart_length)
-        draft = Draft(self.max_batch_tokens, self.max_requests_per_batch)
+        draft = Draft(self._shortage.max_tokens, self.max_requests_per_batch)
         if self.scheduler_type == "prefill_first":
             self._schedule_prompts(draft, now)
             self._schedule_decoding(draft)
@@ -417,6 +429,8 @@ class Scheduler:
             raise ValueError(f"the runner returned {len(result.token_ids)} results for {len(plan.entries)} entries")
         flight = self._flights.land(plan)
         requests, snapshots = flight.requests, flight.snapshots
+        if self._shortage.is_acute:
+            self._shortage.recover()
         updates: list[Update] = []
         append = updates.append
         cache, prefilling = self.cache, self._roster.prefilling
@@ -477,6 +491,26 @@ class Scheduler:
         if snapshots:
             self._flights.drop(snapshots)
         return updates
+
+    def retract(self, plans: Sequence[StepPlan], error: Exception) -> list[Update]:
+        """Take back plans that were not executed because there is no memory; their requests are computed again.
+
+        The next steps are smaller. What runs out of memory with a single token of one request ends that request, if it
+        does so a second time, with nobody else in the cache.
+
+        Args:
+            plans: the newest ones in flight, oldest first: the one that failed, and those behind it.
+            error: what the runner raised.
+        """
+        starving = self._shortage.take_back(plans)
+        if starving is None:
+            return []
+        failure = RequestFailed(
+            f"a single token of this request has run out of memory at position {starving.num_computed_tokens}, with "
+            "nothing else in the cache: lower num_blocks or max_memory_percent, or shorten the request"
+        )
+        failure.__cause__ = error
+        return [Update(starving, (), None, None, self._fail(starving, failure))]
 
     def _find_end(self, request: Request, count: int) -> tuple[Finished | None, int]:
         """Let the first of the last `count` tokens that ends a request end it; how many of them remain."""

@@ -16,6 +16,7 @@ from aiocb.testing.records import KVMismatch
 __all__ = ["Flight", "OracleMemory"]
 
 _FRESH = (0, 0)
+_SPOILT = (-1, 0)
 _SNAPSHOT = -1  # who a slot belongs to that nobody lives in
 
 
@@ -118,3 +119,19 @@ class OracleMemory:
             self.states[target] = self.states[source]
             slots[target] = _SNAPSHOT
             taken.add(target)
+
+    def spoil(self, flight: Flight) -> None:
+        """Leave nothing right in what a step was to write, as one may that has ended halfway."""
+        plan = flight.plan
+        for entry, record in zip(plan.entries, flight.records, strict=True):
+            for table, pages in zip(record.tables, self.pages, strict=True):
+                size = len(pages[0])
+                for position in range(entry.num_computed_tokens, entry.num_computed_tokens + entry.num_new_tokens):
+                    page, offset = divmod(position, size)
+                    if page < len(table) and table[page] != NULL_BLOCK:
+                        pages[table[page]][offset] = 0
+        for copy in plan.copies_before:
+            self.pages[copy.group][copy.target] = [0] * len(self.pages[copy.group][copy.target])
+        if self.states:
+            for slot in (*(record.state_slot for record in flight.records), *(to.target for to in plan.states_after)):
+                self.states[slot] = _SPOILT

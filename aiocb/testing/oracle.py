@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from aiocb.config import Choice
 from aiocb.records import Record
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import NULL_BLOCK, CacheLayout, StepEntry, StepPlan, StepResult
+from aiocb.step import NULL_BLOCK, CacheLayout, StepEntry, StepOutOfMemory, StepPlan, StepResult
 from aiocb.testing.memory import Flight, OracleMemory
 from aiocb.testing.records import CheckedRecords, KVMismatch, fake_result, simple_layout
 
@@ -75,7 +75,8 @@ class KVOracle:
         max_model_len: reported, and checked.
         depth: as in `Runner`.
         errors: called with each plan before it runs; returns failures by request id, or raises to fail the step.
-        interrupt: called with `"collect"` or `"reload_weights"` before that happens; may raise.
+        interrupt: called with `"collect"` or `"reload_weights"` before that happens; may raise. When any of the two
+            raises `StepOutOfMemory`, what the step was to write is spoilt first.
         salt_of: tells the cache salt of an open request.
 
     Attributes:
@@ -121,6 +122,11 @@ class KVOracle:
     def num_open(self) -> int:
         """Requests that were opened and not closed."""
         return len(self._records)
+
+    @property
+    def oldest_tokens(self) -> int:
+        """Tokens of the plan that is to be collected next; 0 when none is in flight."""
+        return self._flights[0].plan.num_tokens if self._flights else 0
 
     def check_records(self, requests: Iterable[Request]) -> None:
         """Compare what it knows with the scheduler's truth.
@@ -193,7 +199,11 @@ class KVOracle:
             self._records[opened.request_id].state = _Seen(salt, self._realm(salt))
         self._check_plan(plan, records)
         flight = Flight(plan, records, StepResult(()), {}, {})
-        self._flights.append(flight._replace(result=self._run(flight)) if plan.entries else flight)
+        try:
+            self._flights.append(flight._replace(result=self._run(flight)) if plan.entries else flight)
+        except StepOutOfMemory:
+            self._memory.spoil(flight)
+            raise
         return plan
 
     def collect(self, handle: StepPlan) -> StepResult:
@@ -202,7 +212,13 @@ class KVOracle:
         Raises:
             KVMismatch: another plan is the oldest.
         """
-        self._interrupt("collect")
+        try:
+            self._interrupt("collect")
+        except StepOutOfMemory:
+            while self._flights:
+                flight = self._flights.pop()
+                self._memory.spoil(flight)
+            raise
         plan, records, result, *_ = self._flights.popleft()
         if plan is not handle:
             raise KVMismatch("plans are collected out of order")
@@ -240,10 +256,10 @@ class KVOracle:
         """Execute a plan; its `blocks` and `slots` are filled."""
         plan, records, _, blocks, _ = flight
         memory, others = self._memory, self._flights
-        errors = (self._errors(plan) if self._errors is not None else None) or {}
-        rows = list(zip(plan.entries, records, strict=True))
         if plan.swaps_out or plan.swaps_in:
             memory.swap(flight, others)
+        errors = (self._errors(plan) if self._errors is not None else None) or {}
+        rows = list(zip(plan.entries, records, strict=True))
         memory.copy(plan.copies_before)
         if memory.states:
             memory.restore(flight, others, self._records)

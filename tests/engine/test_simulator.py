@@ -29,6 +29,7 @@ EVENTS = (
     "died: submit raises",
     "lives ended",
     "opening failed",
+    "out of memory",
     "queue full",
     "refused",
     "waited for room",

@@ -10,7 +10,7 @@ from aiocb.cache import CacheManager
 from aiocb.config import SchedulerType
 from aiocb.sampling_params import SamplingParams
 from aiocb.scheduler import Finished, ParallelGroup, Request, Scheduler, Update
-from aiocb.step import CacheLayout, StepPlan
+from aiocb.step import CacheLayout, StepOutOfMemory, StepPlan
 from aiocb.testing.oracle import KVOracle
 from aiocb.testing.records import simple_layout
 
@@ -40,6 +40,7 @@ class Harness:
         depth: int = 1,
         draft_len: int = 0,
         errors: Callable[[StepPlan], Mapping[int, Exception] | None] | None = None,
+        interrupt: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.layout = layout or simple_layout(
             num_blocks,
@@ -61,7 +62,7 @@ class Harness:
             drafter=self.guess if draft_len else None,
         )
         self.draft_len = draft_len
-        self.oracle = KVOracle(self.layout, vocab_size=VOCAB, depth=depth, errors=errors)
+        self.oracle = KVOracle(self.layout, vocab_size=VOCAB, depth=depth, errors=errors, interrupt=interrupt)
         self.flights: deque[StepPlan] = deque()
         self.requests: list[Request] = []
         self.outputs: dict[int, list[int]] = {}
@@ -148,12 +149,19 @@ class Harness:
 
     def execute(self, plan: StepPlan) -> list[Update]:
         """Submit a plan; collect the oldest one when as many are in flight as may be, or nothing new is to be done."""
-        if plan.entries or plan.closed:
-            self.flights.append(self.oracle.submit(plan))
         updates: list[Update] = []
+        if plan.entries or plan.closed:
+            try:
+                self.flights.append(self.oracle.submit(plan))
+            except StepOutOfMemory as error:
+                updates += self.scheduler.retract([plan], error)
         while self.flights and (len(self.flights) >= self.oracle.depth or not plan.entries):
             oldest = self.flights.popleft()
-            updates += self.scheduler.update(oldest, self.oracle.collect(oldest), self.now)
+            try:
+                updates += self.scheduler.update(oldest, self.oracle.collect(oldest), self.now)
+            except StepOutOfMemory as error:
+                updates += self.scheduler.retract([each for each in (oldest, *self.flights) if each.entries], error)
+                self.flights.clear()
             if plan.entries:
                 break
         for update in updates:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiocb.config import SchedulerType
 from aiocb.scheduler import Request
-from aiocb.step import StepPlan
+from aiocb.step import StepOutOfMemory, StepPlan
 from tests.scheduler.helpers import VOCAB, Harness
 
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (6,), (1,), (None, 5), (None, 3, 9)]
@@ -78,9 +78,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             interval=states[1] * page_size,
             swap_places=swap_places,
             errors=self.errors,
+            interrupt=self.interrupt,
         )
+        self.room = 1 << 30
+        self.forgets = False
+
+    def interrupt(self, what: str) -> None:
+        if what == "collect" and self.forgets:
+            self.forgets = False
+            if self.h.oracle.oldest_tokens:
+                raise StepOutOfMemory("planned")
 
     def errors(self, plan: StepPlan) -> Mapping[int, Exception] | None:
+        if plan.num_tokens > self.room:
+            raise StepOutOfMemory("planned")
         if not self.fault:
             return None
         self.fault = False
@@ -169,6 +180,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def break_one(self) -> None:
         self.fault = True
 
+    @rule(room=st.sampled_from([0, 1, 4, 1 << 30]), forgets=st.booleans())
+    def run_short(self, room: int, forgets: bool) -> None:
+        self.room, self.forgets = room, forgets
+
     @precondition(lambda self: self.plan is None)
     @rule(count=st.integers(1, 6))
     def steps(self, count: int) -> None:
@@ -196,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "h"):
             return
+        self.room = 1 << 30
         if self.plan is not None:
             self.end_step()
         while self.alive or self.h.flights:

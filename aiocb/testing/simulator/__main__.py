@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, choices=(1, 2), help="instead of the seed's own")
     parser.add_argument("--no-faults", dest="faults", action="store_false", help="nothing fails")
     given = parser.parse_args(arguments)
+    logging.getLogger("aiocb").setLevel(logging.ERROR)  # what is planned is no news
     layout = next((layout for layout in LAYOUTS if layout.name == given.layout), None)
     for seed in range(given.seed, given.seed + given.seeds):
         report = Simulation(seed, layout=layout, depth=given.depth, faults=given.faults).run(given.steps)

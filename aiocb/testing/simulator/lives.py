@@ -229,14 +229,15 @@ class Life:
         """
         self.report.num_steps += 1
         num_posts = [sink.num_posts for sink in self.sinks]
-        num_executed = self.oracle.num_steps
+        num_executed = self.oracle.num_steps + self.scheduler.num_steps_out_of_memory
         num_in_flight = self.scheduler.num_in_flight
         self.core.step()
         self.core.check_invariants()
         self.oracle.check_records(self.scheduler.open_requests())
         for sink, before in zip(self.sinks, num_posts, strict=True):
             assert sink.num_posts <= before + 1, "more than one wake-up in a step"
-        is_idle = self.core.has_work and self.oracle.num_steps == num_executed and not num_in_flight
+        num_executed -= self.oracle.num_steps + self.scheduler.num_steps_out_of_memory
+        is_idle = self.core.has_work and not num_executed and not num_in_flight
         self._num_idle = self._num_idle + 1 if is_idle else 0
         assert self._num_idle < 3, f"there is work, but nothing is done: {self.scheduler!r}"
         if self.room.limit:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from aiocb.engine.core import EngineCore
 from aiocb.engine.delivery import failed
 from aiocb.errors import EngineClosed, EngineDead, RequestFailed
-from aiocb.step import StepPlan
+from aiocb.step import StepOutOfMemory, StepPlan
 from aiocb.testing.oracle import KVOracle
 from aiocb.testing.records import simple_layout
 from aiocb.testing.simulator.clients import PlannedFault, PlannedInterrupt
@@ -51,6 +51,7 @@ class Simulation:
         self._faults = faults
         self._fault: Exception | None = None  # of the next step, for one of its requests
         self._dies_in: str | None = None
+        self._room: int | None = None  # tokens of a step that there is memory for
         self._num_lives = 0
         self._prefixes = [random_tokens(chance, 40) for _ in range(3)]
         self._source = OracleSource(self._make_oracle)
@@ -63,6 +64,7 @@ class Simulation:
         ]
         if faults:
             self._events += [(0.008, self._break_request), (0.0015, self._close_sink), (0.001, self._break_engine)]
+            self._events += [(0.003, self._run_short)]
         self._begin()
 
     def run(self, num_steps: int) -> Report:
@@ -100,6 +102,7 @@ class Simulation:
     def finish(self) -> None:
         """Let everything that is alive come to its end, and check that nothing is left."""
         state, num_still = None, 0
+        self._room = None
         while self.life.clients or self.life.core.has_work or self.life.num_pauses:
             while self.life.num_pauses:
                 self.life.unpause()
@@ -179,18 +182,32 @@ class Simulation:
 
     def _faults_of(self, plan: StepPlan) -> dict[int, Exception] | None:
         self._interrupt("submit")
+        if self._room is not None and plan.num_tokens > self._room:
+            if plan.num_tokens == 1:
+                self._expect_failure(plan.entries[0].request_id)
+            self._run_out()
         if self._fault is None:
             return None
         entry = self.chance.choice(plan.entries)
         fault, self._fault = self._fault, None
-        slot = self.life.requests()[entry.request_id].payload.slot
+        self._expect_failure(entry.request_id)
+        return {entry.request_id: fault}
+
+    def _expect_failure(self, request_id: int) -> None:
+        slot = self.life.requests()[request_id].payload.slot
         for client in self.life.clients:
             client.may_fail |= client.submission is not None and client.submission.slot is slot
-        return {entry.request_id: fault}
 
     def _interrupt(self, what: str) -> None:
         if self._dies_in == what:
             raise PlannedFault(f"{what} raises")
+        if what == "collect" and self._room is not None and self.life.oracle.oldest_tokens > max(self._room, 1):
+            self._run_out()
+
+    def _run_out(self) -> None:
+        self.report.events["out of memory"] += 1
+        self.report.note("a step runs out of memory")
+        raise StepOutOfMemory("planned")
 
     # ── random events ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -208,6 +225,8 @@ class Simulation:
                 happen()
         if self.life.num_pauses and chance.random() < 0.2:
             self.life.unpause()
+        if self._room is not None and chance.random() < 0.1:
+            self._room = None
 
     def _jump(self) -> None:
         self.now += self.chance.choice((0.3, 5.0, 1e6))
@@ -244,6 +263,10 @@ class Simulation:
     def _close_sink(self) -> None:
         self.report.note("an event loop is closed")
         self.life.close_sink()
+
+    def _run_short(self) -> None:
+        self._room = self.chance.choice((0, 1, 3, 10))
+        self.report.note(f"there is memory for {self._room} tokens")
 
     def _break_engine(self) -> None:
         self._dies_in = self.chance.choice(("submit", "collect", "reload_weights"))
