@@ -22,6 +22,7 @@ __all__ = [
     "ERROR_BYTES",
     "INSTRUCTION_SETS",
     "LINEARS",
+    "NO_MEMORY",
     "OPERANDS",
     "PAGE_SIZE",
     "QK_NORMS",
@@ -48,6 +49,7 @@ _VECTOR_NAMES = (
 VECTORS = {name: number for number, name in enumerate(_VECTOR_NAMES)}
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "portable")
 ERROR_BYTES = 256
+NO_MEMORY = 5
 ERRORS = {
     8: "another thread is in a call on the same native kernels; each set belongs to one thread at a time",
     9: "this process was forked while the native kernels ran: load the model again in the child",
@@ -178,6 +180,7 @@ def expected_layout() -> dict[str, int]:
         "page_size": PAGE_SIZE,
         "panel": PANEL,
         "error_bytes": ERROR_BYTES,
+        "error.no_memory": NO_MEMORY,
         **dict(zip(("error.busy", "error.forked"), ERRORS)),
     }
     for name, (_, code, bits, group, scale_bytes, activations) in FORMATS.items():

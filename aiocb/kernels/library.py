@@ -20,6 +20,7 @@ from aiocb.kernels.interface import (
     ERRORS,
     INSTRUCTION_SETS,
     LINEARS,
+    NO_MEMORY,
     SIGNATURES,
     TYPES,
     VECTORS,
@@ -39,7 +40,14 @@ __all__ = ["KernelError", "Library", "NativeHandle", "NativeModel", "load"]
 class KernelError(RuntimeError):
     """The native code refused a call: a shape, a token id or a block table that would have read out of bounds, or no
     memory or thread for it.
+
+    Attributes:
+        is_out_of_memory: there was no memory for it.
     """
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.is_out_of_memory = code == NO_MEMORY
 
 
 class Library:
@@ -132,7 +140,7 @@ class NativeHandle:
         """
         if code:
             message: bytes = self._calls.aiocb_error(self.handle)
-            raise KernelError(ERRORS.get(code) or message.decode())
+            raise KernelError(ERRORS.get(code) or message.decode(), code)
 
     def close(self) -> None:
         """Free everything and join the threads. Idempotent; in a forked child, which has no threads to join, too.

@@ -71,7 +71,7 @@ constexpr Entry kEntries[] = {
     {"select.skip", kSkip}, {"select.argmax", kArgmax}, {"select.whole", kWhole}, {"select.truncated", kTruncated},
     {"mode.choose", kChoose}, {"mode.log_probabilities", kLogProbabilities},
     {"failure.invalid_row", kInvalidRow}, {"failure.empty_row", kEmptyRow},
-    {"error.busy", kBusy}, {"error.forked", kForked},
+    {"error.no_memory", kNoMemory}, {"error.busy", kBusy}, {"error.forked", kForked},
     {"page_size", kPageSize}, {"panel", kPanel}, {"error_bytes", kErrorBytes},
     {nullptr, 0},
 };

@@ -145,8 +145,10 @@ def _forward(
         if not x.is_contiguous():
             x = x.contiguous()
         out = empty((*x.shape[:-1], columns), dtype=dtype)
-        if x.shape[-1] != depth or call(handle, index, x.data_ptr(), row_bytes, x.numel() // depth, out.data_ptr()):
+        if x.shape[-1] != depth:
             raise KernelError(f"a linear of {depth} inputs got {tuple(x.shape)}")
+        if code := call(handle, index, x.data_ptr(), row_bytes, x.numel() // depth, out.data_ptr()):
+            kernels.check(code)
         return out
 
     return forward

@@ -27,6 +27,7 @@ from aiocb.model.eager.choose import choose_backend, choose_scans, pack_linears
 from aiocb.model.eager.slots import choose_states, layout_without_keys
 from aiocb.model.eager.states import StateStorage
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
+from aiocb.model.memory import run_in_memory
 from aiocb.model.parity import check_parity
 from aiocb.model.swap import SwapBuffer, choose_swap
 from aiocb.records import Record, Records
@@ -164,23 +165,30 @@ class TorchRunner(ImmediateRunner):
         return self._adapter.device.type
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run the model once over the plan and sample; see `step.Runner`."""
+        """Run the model once over the plan and sample; see `step.Runner`.
+
+        Raises:
+            StepOutOfMemory: there is no memory for the forward pass or for sampling.
+        """
         if self._swap is not None:
             self._swap.swap_out(plan.swaps_out)
             self._swap.swap_in(plan.swaps_in)
-        if plan.copies_before:
-            self._cache.copy_blocks(plan.copies_before)
-        self._copy_states(plan.states_before)
         records = self._records.begin(plan)
         if plan.closed:
             self._sampler.forget()
         if not plan.entries:
-            self._copy_states(plan.states_after)
             return StepResult(())
+        result = run_in_memory(self._adapter.device, self._compute, plan, records)
+        self._records.finish(records, result)
+        return result
+
+    def _compute(self, plan: StepPlan, records: Sequence[Record]) -> StepResult:
+        if plan.copies_before:
+            self._cache.copy_blocks(plan.copies_before)
+        self._copy_states(plan.states_before)
         with torch.inference_mode(), self._threads():
             result = self._sampler(self.logits(plan.entries, records), plan.entries, records)
         self._copy_states(plan.states_after)
-        self._records.finish(records, result)
         return result
 
     def _copy_states(self, copies: Sequence[StateCopy]) -> None:

@@ -17,6 +17,7 @@ from aiocb.config import Choice
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelError, NativeModel
 from aiocb.kernels.interface import PAGE_SIZE
+from aiocb.model.memory import run_in_memory
 from aiocb.model.native.families import ModelDescription, describe
 from aiocb.model.native.step import NativeStep
 from aiocb.model.native.swap import NativeSwap
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["NativeRunner"]
+
+_CPU = torch.device("cpu")
 
 
 class NativeRunner(ImmediateRunner):
@@ -83,6 +86,7 @@ class NativeRunner(ImmediateRunner):
         """Run the step, and sample: plain greedy entries in the step itself, the rest by the sampler.
 
         Raises:
+            StepOutOfMemory: there is no memory for the step's buffers, its logits or for sampling.
             KernelError: the plan names an id, a row or a block that does not exist.
         """
         if self._swap is not None:
@@ -94,21 +98,22 @@ class NativeRunner(ImmediateRunner):
         records = self._records.begin(plan)
         if plan.closed:
             self._sampler.forget()
-        entries = plan.entries
-        if not entries:
+        if not plan.entries:
             return StepResult(())
+        result = run_in_memory(_CPU, self._compute, plan.entries, records)
+        self._records.finish(records, result)
+        return result
+
+    def _compute(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
         picked = [at for at, (entry, record) in enumerate(zip(entries, records)) if not _is_plain(entry, record)]
         step = self._step(entries, records, frozenset(picked))
         if not picked:
             self.native.step(step.arguments(None))
-            result = _greedy_result(entries, step)
-        else:
-            logits = self._logits_for(step.num_logits)
-            self.native.step(step.arguments(logits.data_ptr()))
-            sampled = self._sampler(logits, [entries[at] for at in picked], [records[at] for at in picked])
-            result = sampled if len(picked) == len(entries) else _join(_greedy_result(entries, step), sampled, picked)
-        self._records.finish(records, result)
-        return result
+            return _greedy_result(entries, step)
+        logits = self._logits_for(step.num_logits)
+        self.native.step(step.arguments(logits.data_ptr()))
+        sampled = self._sampler(logits, [entries[at] for at in picked], [records[at] for at in picked])
+        return sampled if len(picked) == len(entries) else _join(_greedy_result(entries, step), sampled, picked)
 
     def logits(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> Tensor:
         """Run the step without sampling: writes keys and values; returns logits [N, V]."""
