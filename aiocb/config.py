@@ -47,8 +47,11 @@ class EngineConfig:
         state_interval: tokens between snapshots of the state of a model that has one (recurrent, convolution), a
             multiple of the page; 0 takes none, so that no prefix is found again.
         max_state_memory: GiB for such states, of running requests and of snapshots.
-        max_batch_tokens: token budget of a step. On a GPU 8192; on the CPU smaller, to keep decoding smooth.
+        max_batch_tokens: token budget of a step, 16 at least. On an accelerator 8192, or what its memory has room for,
+            yet 256 at least; on the CPU smaller, to keep decoding smooth.
         max_requests_per_batch: most requests in a step.
+        max_prompt_length, max_generated_length: hints, together or not at all: most requests are no longer. Memory is
+            planned for them; longer requests are served as well.
         max_prefill_chunk: most prompt tokens of *one* request in a step while others decode.
         max_model_len: refuse requests longer than this, even if the model allows more.
         scheduler_type: `fifo` (decoding first, then prompts in order of arrival), `prefill_first`, `priority`.
@@ -100,6 +103,8 @@ class EngineConfig:
     max_state_memory: float | None = None
     max_batch_tokens: int | None = None
     max_requests_per_batch: int | None = None
+    max_prompt_length: int | None = None
+    max_generated_length: int | None = None
     max_prefill_chunk: int | None = None
     max_model_len: int | None = None
     scheduler_type: SchedulerType = "fifo"
@@ -151,6 +156,10 @@ class EngineConfig:
         _at_least("state_interval", self.state_interval, 0)
         _at_least("max_batch_tokens", self.max_batch_tokens, MIN_BATCH_TOKENS)
         _at_least("max_requests_per_batch", self.max_requests_per_batch, 1)
+        _at_least("max_prompt_length", self.max_prompt_length, 1)
+        _at_least("max_generated_length", self.max_generated_length, 1)
+        if (self.max_prompt_length is None) != (self.max_generated_length is None):
+            raise ConfigError("max_prompt_length and max_generated_length are hints that are given together: set both")
         _at_least("max_prefill_chunk", self.max_prefill_chunk, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("max_queue_size", self.max_queue_size, 0)

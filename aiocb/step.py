@@ -289,6 +289,10 @@ class Runner(Protocol):
         """The most tokens (prompt and output) that the model's positions allow."""
 
     @property
+    def max_batch_tokens(self) -> int | None:
+        """The token budget of a step that it was sized for; None where steps of any size can be taken."""
+
+    @property
     def device_type(self) -> str:
         """Where it computes, as torch names it ("cpu", "cuda")."""
 
@@ -331,9 +335,10 @@ class Runner(Protocol):
 
 
 class ImmediateRunner(ABC):
-    """What `submit` and `collect` are wherever a step is over when `submit` returns."""
+    """What `submit` and `collect` are wherever a step is over when `submit` returns, and steps may have any size."""
 
     depth = 1
+    max_batch_tokens: int | None = None
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:

@@ -10,22 +10,34 @@ from aiocb.cache.manager import CacheManager
 from aiocb.config import Choice, EngineConfig
 from aiocb.engine.prepare import Limits
 from aiocb.errors import ConfigError
+from aiocb.model.sizes import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS, MAX_REQUESTS
 from aiocb.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from aiocb.engine.source import Built
+    from aiocb.step import Runner
 
 __all__ = ["make_scheduler"]
 
-_GPU_BATCH_TOKENS = 8192
-_CPU_BATCH_TOKENS = 128
 _CPU_PREFILL_CHUNK = 128
-_MAX_REQUESTS = 1024
 _CHARACTERS_PER_TOKEN = 32
 _MIN_PROMPT_CHARACTERS = 1_000_000
 _SAFETY_MARGINS = {"fifo": 0.15, "priority": 0.15, "prefill_first": 0.0}
 
 N = TypeVar("N", int, float)
+
+
+def _batch_tokens(runner: Runner) -> tuple[int, str]:
+    """The automatic token budget of a step, and why."""
+    measured = runner.max_batch_tokens
+    if measured is not None and measured < GPU_BATCH_TOKENS:
+        return measured, f"half of {GPU_BATCH_TOKENS} until a step leaves memory for the cache (see step_memory)"
+    if measured is not None or runner.device_type != "cpu":
+        return GPU_BATCH_TOKENS, "the field's default for an accelerator"
+    return (
+        CPU_BATCH_TOKENS,
+        "on the CPU a step's time grows with its tokens: a small budget keeps the time between tokens even",
+    )
 
 
 def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limits, list[Choice]]:
@@ -38,24 +50,20 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     is_cpu = built.runner.device_type == "cpu"
     choices: list[Choice] = []
 
-    def choose(name: str, given: N | None, value: N, reason: str) -> N:
+    def choose(name: str, given: N | None, value: N, reason: str, most: N | None = None) -> N:
         chosen, reason = (value, reason) if given is None else (given, "as configured")
+        if most is not None and chosen > most:
+            chosen, reason = most, f"configured as {given}, of which a step of max_batch_tokens has room for {most}"
         choices.append(Choice(name, str(chosen), reason))
         return chosen
 
-    max_batch_tokens = choose(
-        "max_batch_tokens",
-        config.max_batch_tokens,
-        _CPU_BATCH_TOKENS if is_cpu else _GPU_BATCH_TOKENS,
-        "on the CPU a step's time grows with its tokens: a small budget keeps the time between tokens even"
-        if is_cpu
-        else "the field's default for a GPU",
-    )
+    max_batch_tokens = choose("max_batch_tokens", config.max_batch_tokens, *_batch_tokens(built.runner))
     chunk = choose(
         "max_prefill_chunk",
         config.max_prefill_chunk,
         min(_CPU_PREFILL_CHUNK, max_batch_tokens) if is_cpu else max(max_batch_tokens // 2, 1),
         "one long prompt must not hold up the streams that decode",
+        max_batch_tokens,
     )
     # The null block and the null slot hold nobody's.
     smallest = min(group.num_blocks for group in layout.groups) - 1
@@ -66,10 +74,11 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     max_requests = choose(
         "max_requests_per_batch",
         config.max_requests_per_batch,
-        min(_MAX_REQUESTS, max_batch_tokens, smallest),
+        min(MAX_REQUESTS, max_batch_tokens, smallest),
         "bounded by the token budget and by one block each"
         if layout.states is None
         else "bounded by the token budget, by one block and by one slot for a state each",
+        max_batch_tokens,
     )
     margin = choose(
         "safety_margin",

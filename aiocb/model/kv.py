@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +24,18 @@ from torch import Tensor
 from aiocb.attention.base import AttentionBackend, KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.model.sizes import MAX_REQUESTS, expected_length
 from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 
 __all__ = ["PagedCache", "choose_layout", "choose_page_size", "format_size", "free_memory"]
 
 CPU_REQUESTS = 64
-MAX_REQUESTS = 1024
 CPU_TOKENS_PER_REQUEST = 1024
 CPU_MAX_BYTES = 2 << 30
 CPU_MAX_SHARE = 0.25
 GPU_SHARE = 0.9
-GPU_RESERVE_BYTES = 1 << 30
+LENDING = ("cuda", "xpu")
+"""Devices with a memory of their own, whose allocator counts what it has lent."""
 
 
 class PagedCache:
@@ -94,6 +95,20 @@ def choose_page_size(config: EngineConfig, default: int, whose: str) -> tuple[in
     return page_size, Choice("page_size", str(page_size), "configured" if config.page_size else f"what {whose} prefers")
 
 
+class Budget(NamedTuple):
+    """The bytes that the cache may take.
+
+    Attributes:
+        num_bytes: of all groups together.
+        reason: where they come from, in short.
+        arithmetic: how they were computed.
+    """
+
+    num_bytes: int
+    reason: str
+    arithmetic: str
+
+
 def choose_layout(
     kv_format: KVFormat,
     specs: Iterable[LayerSpec],
@@ -101,21 +116,32 @@ def choose_layout(
     config: EngineConfig,
     max_model_len: int,
     device: torch.device,
+    reserved: Mapping[str, int] | None = None,
+    free: int | None = None,
 ) -> tuple[CacheLayout, Choice]:
     """Decide the blocks of each group; the null block comes on top of those that requests can have.
 
+    Args:
+        kv_format, specs, page_size: what is stored, and in which pages.
+        config: blocks, shares and hints are taken from it.
+        max_model_len: most tokens of a request.
+        device: whose memory it is.
+        reserved: bytes that something else is going to take of the same memory, by what that is.
+        free: bytes of memory that can be had; None asks the device.
+
     Raises:
-        ConfigError: not even one short request would fit.
+        ConfigError: not even one token of one request would fit.
     """
     ordered = sorted(specs, key=lambda spec: (spec.window or 0, spec.chunk or 0))  # full attention first
     kinds = groupby(ordered, key=lambda spec: (spec.window, spec.chunk))
     groups = [(*kind, tuple(layers)) for kind, layers in kinds]
     block_bytes = [sum(kv_format.page_bytes(spec, page_size) for spec in layers) for *_, layers in groups]
     chunk = config.max_prefill_chunk or config.max_batch_tokens or 512
+    length = expected_length(config, max_model_len) or CPU_TOKENS_PER_REQUEST
 
     def blocks_for(num_pages: int) -> list[int]:
         num_tokens = num_pages * page_size
-        num_requests = max(num_tokens // CPU_TOKENS_PER_REQUEST, 1)
+        num_requests = max(num_tokens // length, 1)
         held = (
             min(num_tokens, num_requests * (reach + chunk + 2 * page_size)) if reach else num_tokens
             for reach in (window or chunk_size for window, chunk_size, _ in groups)
@@ -129,18 +155,23 @@ def choose_layout(
         blocks = [config.num_blocks] * len(groups)
         choice = Choice("num_blocks", str(config.num_blocks), f"configured ({format_size(bytes_of(blocks))})")
     else:
-        budget, bound = _budget(config, device)
+        budget = _budget(config, device, reserved or {}, free_memory(device) if free is None else free)
         wanted, room = _wanted(config, max_model_len, device)
         most = -(-wanted // page_size)
-        num_pages = bisect.bisect_right(range(most + 1), budget, key=lambda pages: bytes_of(blocks_for(pages))) - 1
-        if num_pages < 2:
+        num_pages = (
+            bisect.bisect_right(range(most + 1), budget.num_bytes, key=lambda pages: bytes_of(blocks_for(pages))) - 1
+        )
+        if num_pages < 1:
             raise ConfigError(
-                f"the cache has no room: {format_size(budget)} allowed, one block takes "
-                f"{format_size(sum(block_bytes))}; raise max_memory_percent, set num_blocks, or free memory"
+                f"the cache has no room for one token of one request: {budget.arithmetic} leaves "
+                f"{format_size(budget.num_bytes)}; the least is {format_size(bytes_of([1] * len(groups)))}: one block "
+                f"of {page_size} tokens for every layer and one that stays empty. Raise max_memory_percent, lower "
+                "max_batch_tokens or page_size, set num_blocks, or free memory"
             )
         blocks = blocks_for(num_pages)
         size = f"{num_pages * page_size} tokens, {format_size(bytes_of(blocks))}"
-        choice = Choice("num_blocks", " + ".join(map(str, blocks)), f"{room if num_pages == most else bound}: {size}")
+        reason = room if num_pages == most else budget.reason
+        choice = Choice("num_blocks", " + ".join(map(str, blocks)), f"{reason}: {size}")
     return CacheLayout(
         page_size,
         tuple(
@@ -152,35 +183,44 @@ def choose_layout(
 
 def _wanted(config: EngineConfig, max_model_len: int, device: torch.device) -> tuple[int, str]:
     """Return the tokens that there should be room for, and whose they are."""
+    hinted = expected_length(config, max_model_len)
     if config.max_memory_percent is not None:
         # As much as is allowed, yet no more than a full batch of the longest requests could ever use.
         return MAX_REQUESTS * max_model_len, f"room for {MAX_REQUESTS} requests of {max_model_len} tokens"
     if device.type != "cpu":
         return 1 << 40, "room for everything"
-    if max_model_len > CPU_REQUESTS * CPU_TOKENS_PER_REQUEST:
+    requests = CPU_REQUESTS if hinted is None else config.max_requests_per_batch or CPU_REQUESTS
+    length = hinted or CPU_TOKENS_PER_REQUEST
+    if max_model_len > requests * length:
         return max_model_len, f"room for one request of {max_model_len} tokens"
-    return CPU_REQUESTS * CPU_TOKENS_PER_REQUEST, f"room for {CPU_REQUESTS} requests of {CPU_TOKENS_PER_REQUEST} tokens"
+    return requests * length, f"room for {requests} requests of {length} tokens"
 
 
-def _budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
-    """Return the bytes that the cache may take, and the reason."""
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info(device)[0] if is_cuda else free_memory()
-    of = f"of {format_size(free)} free {'device ' if is_cuda else ''}memory"
+def _budget(config: EngineConfig, device: torch.device, reserved: Mapping[str, int], free: int) -> Budget:
+    """Return the bytes that the cache may take: a share of what is free, without what others are going to take."""
+    is_lent = device.type in LENDING
+    share = config.max_memory_percent or (GPU_SHARE if is_lent else CPU_MAX_SHARE)
+    reason = f"{share:.0%} of {format_size(free)} free {'device ' if is_lent else ''}memory"
     if config.max_memory_percent is not None:
-        return int(free * config.max_memory_percent), f"max_memory_percent={config.max_memory_percent:g} {of}"
-    if is_cuda:
-        return max(int(free * GPU_SHARE) - GPU_RESERVE_BYTES, 0), f"{GPU_SHARE:.0%} {of}"
-    budget = int(free * CPU_MAX_SHARE)
-    if device.type == "cpu" and budget > CPU_MAX_BYTES:
-        return CPU_MAX_BYTES, f"bounded by {format_size(CPU_MAX_BYTES)}"
-    return budget, f"bounded by {CPU_MAX_SHARE:.0%} {of}"
+        reason = f"max_memory_percent={share:g}, {reason}"
+    parts = "".join(f", less {format_size(size)} for {name}" for name, size in reserved.items() if size)
+    count = int(free * share) - sum(reserved.values())
+    arithmetic = f"{share:g} of {format_size(free)} free memory{parts}"
+    if device.type == "cpu" and config.max_memory_percent is None and count > CPU_MAX_BYTES:
+        return Budget(CPU_MAX_BYTES, f"bounded by {format_size(CPU_MAX_BYTES)}", arithmetic)
+    return Budget(max(count, 0), f"bounded by {reason}{parts}", arithmetic)
 
 
-def free_memory() -> int:
-    """Bytes of memory that can be had without swapping; where that is not known, half of what there is."""
+def free_memory(device: torch.device | None = None) -> int:
+    """Bytes of memory that can be had without swapping; where that is not known, half of what there is.
+
+    Args:
+        device: one with a memory of its own; None, or any other, is the computer's.
+    """
+    if device is not None and device.type in LENDING:
+        module = torch.get_device_module(device)
+        module.empty_cache()
+        return int(module.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -87,6 +87,7 @@ class KVOracle:
     """
 
     device_type = "cpu"
+    max_batch_tokens = None
     choices = (Choice("model", "KVOracle", "hashes instead of keys and values"),)
 
     def __init__(

@@ -125,10 +125,19 @@ class TestMasks:
 class TestCacheSize:
     SPECS = (LayerSpec(0, 4, 2, 64, 64, 0.1), LayerSpec(1, 4, 2, 64, 64, 0.1, window=128))
 
-    def layout(self, max_model_len: int = 2048, **config: Any) -> Any:
+    def layout(
+        self,
+        max_model_len: int = 2048,
+        *,
+        device: torch.device = CPU,
+        reserved: dict[str, int] | None = None,
+        free: int | None = None,
+        **config: Any,
+    ) -> Any:
         settings = EngineConfig(**config)
         kv_format = KVFormat.of(torch.float32)
-        return choose_layout(kv_format, self.SPECS, settings.page_size or 16, settings, max_model_len, CPU)
+        page_size = settings.page_size or 16
+        return choose_layout(kv_format, self.SPECS, page_size, settings, max_model_len, device, reserved, free)
 
     def test_default_is_modest_and_explained(self) -> None:
         layout, choice = self.layout()
@@ -149,9 +158,31 @@ class TestCacheSize:
         small, large = (self.layout(max_memory_percent=share)[0].groups[0] for share in (0.001, 0.002))
         assert 1.5 < large.num_blocks / small.num_blocks < 3
 
-    def test_no_room(self) -> None:
-        with pytest.raises(ConfigError, match="no room"):
-            self.layout(max_memory_percent=1e-9)
+    def test_hints_are_what_there_is_room_for(self) -> None:
+        hints = {"max_prompt_length": 300, "max_generated_length": 200}
+        layout, choice = self.layout(**hints, max_requests_per_batch=8)
+        assert (layout.groups[0].num_blocks - 1) * 16 == 8 * 500 and "8 requests of 500" in choice.reason
+        assert "64 requests of 500" in self.layout(**hints)[1].reason
+        assert (self.layout(9000, **hints, max_requests_per_batch=1)[0].groups[0].num_blocks - 1) * 16 >= 9000
+
+    def test_what_others_take_is_not_had(self) -> None:
+        gpu = torch.device("cuda")
+        alone = self.layout(device=gpu, free=1 << 24)[0].groups[0].num_blocks
+        layout, choice = self.layout(device=gpu, free=1 << 24, reserved={"states": 1 << 22, "a step": 1 << 20})
+        assert layout.groups[0].num_blocks < alone * 0.7
+        assert "90%" in choice.reason and "less 4.0 MiB for states, less 1.0 MiB for a step" in choice.reason
+
+    # One block of a layer: 16 tokens of 2 heads of 64 + 64 numbers of 4 bytes: 16 KiB.
+    def test_one_token_of_one_request_is_the_least(self) -> None:
+        gpu = torch.device("cuda")
+        least = 2 * 2 * (16 << 10)
+        layout, _ = self.layout(device=gpu, free=least, max_memory_percent=1.0)
+        assert [group.num_blocks for group in layout.groups] == [2, 2]
+        assert CacheManager(layout).max_request_tokens == 17
+        with pytest.raises(ConfigError) as refused:
+            self.layout(device=gpu, free=least + 1023, max_memory_percent=1.0, reserved={"a step of 256 tokens": 1024})
+        for part in ("one token of one request", "1 of 65.0 KiB free", "less 1.0 KiB for a step of 256", "64.0 KiB"):
+            assert part in str(refused.value), refused.value
 
 
 class TestBuild:

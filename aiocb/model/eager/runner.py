@@ -11,7 +11,7 @@ Everything before the sampler is `ModelAdapter.run`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,14 @@ from aiocb.errors import ConfigError
 from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, choose_scans, pack_linears
+from aiocb.model.eager.dry_step import dry_step
 from aiocb.model.eager.slots import choose_states, layout_without_keys
 from aiocb.model.eager.states import StateStorage
 from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
+from aiocb.model.measure import Meter, StepMemory, measure_step, meter_of
 from aiocb.model.memory import run_in_memory
 from aiocb.model.parity import check_parity
+from aiocb.model.sizes import MAX_REQUESTS, expected_length
 from aiocb.model.swap import SwapBuffer, choose_swap
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler
@@ -50,6 +53,10 @@ class TorchRunner(ImmediateRunner):
         config: page size, blocks, memory and attention are taken from it.
         sampler: called once per step.
         max_model_len: most tokens of a request.
+        meter: measures steps; None takes that of the model's device, where there is one.
+
+    Attributes:
+        max_batch_tokens: that the cache has left memory for; None where steps are not measured.
 
     Raises:
         ConfigError: the model, the attention backend or the cache cannot work.
@@ -62,12 +69,14 @@ class TorchRunner(ImmediateRunner):
         sampler: Sampler,
         *,
         max_model_len: int,
+        meter: Meter | None = None,
     ) -> None:
         self._model = model
         self._adapter = ModelAdapter(model)
         self._linears: PackedLinears | None = None
         self._num_threads = config.num_threads
         self._sampler = sampler
+        self._meter = meter or meter_of(self._adapter.device)
         self.vocab_size = self._adapter.vocab_size
         bound, reason = self._adapter.length_bound
         self._max_model_len = min(max_model_len, bound)
@@ -98,15 +107,10 @@ class TorchRunner(ImmediateRunner):
         preferred = self._backend.capabilities.preferred_page_size or PAGE_SIZE
         page_size, page_choice = choose_page_size(config, preferred, f"attention {self._backend.name!r}")
         states, state_choices = self._make_states(config, kv_format, page_size)
-        if adapter.specs:
-            layout, layout_choice = choose_layout(
-                kv_format, adapter.specs.values(), page_size, config, self._max_model_len, adapter.device
-            )
-        else:
-            layout, layout_choice = layout_without_keys(page_size, config, self._max_model_len)
-        layout, swap_choice = choose_swap(
-            layout._replace(states=states, switch=adapter.switch), config, is_on_host=adapter.device.type == "cpu"
-        )
+        step = self._measure_step(config, page_size, states)
+        reserved = {} if step is None else {f"a step of {step.max_tokens} tokens": step.num_bytes}
+        layout, layout_choice = self._layout(config, page_size, states, reserved)
+        layout, swap_choice = choose_swap(layout, config, is_on_host=adapter.device.type == "cpu")
         self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
         self._swap: SwapBuffer | None = None
         if layout.swap_places:
@@ -122,8 +126,28 @@ class TorchRunner(ImmediateRunner):
                 raise
             adapter.scans, adapter.why_split = None, str(error)
             parity = check_parity(self._model, self, kv_format.name)
-        chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, layout_choice, swap_choice]
-        return [*chosen, *state_choices, parity]
+        chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, *state_choices]
+        return [*chosen, *(() if step is None else (step.choice,)), layout_choice, swap_choice, parity]
+
+    def _layout(
+        self, config: EngineConfig, page_size: int, states: StateLayout | None, reserved: Mapping[str, int]
+    ) -> tuple[CacheLayout, Choice]:
+        """The layout of the cache, from the memory that is free now but for what is reserved."""
+        adapter = self._adapter
+        if adapter.specs:
+            layout, choice = choose_layout(
+                KVFormat.of(adapter.dtype),
+                adapter.specs.values(),
+                page_size,
+                config,
+                self._max_model_len,
+                adapter.device,
+                reserved,
+                None if self._meter is None else self._meter.free(),
+            )
+        else:
+            layout, choice = layout_without_keys(page_size, config, self._max_model_len)
+        return layout._replace(states=states, switch=adapter.switch), choice
 
     def _make_states(
         self, config: EngineConfig, kv_format: KVFormat, page_size: int
@@ -148,6 +172,30 @@ class TorchRunner(ImmediateRunner):
     def _choose(self, config: EngineConfig) -> tuple[AttentionBackend, Choice]:
         adapter = self._adapter
         return choose_backend(adapter.specs.values(), adapter.dtype, adapter.device, config)
+
+    def _measure_step(self, config: EngineConfig, page_size: int, states: StateLayout | None) -> StepMemory | None:
+        """What a step takes beside weights, states and cache; None where that is not measured."""
+        if self._meter is None:
+            return None
+        adapter, length = self._adapter, self._max_model_len
+        layout, _ = self._layout(dataclasses.replace(config, num_blocks=1), page_size, states, {})
+
+        def run(num_tokens: int) -> None:
+            cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
+            with torch.inference_mode(), self._threads():
+                dry_step(
+                    lambda entries, records: adapter.run(entries, records, self._backend, cache, self._states),
+                    self._sampler,
+                    layout,
+                    num_tokens=num_tokens,
+                    num_requests=config.max_requests_per_batch or MAX_REQUESTS,
+                    longest=expected_length(config, length) or length,
+                    vocab_size=adapter.vocab_size,
+                )
+
+        step = measure_step(self._meter, config, run)
+        self.max_batch_tokens = step.max_tokens
+        return step
 
     @property
     def cache_layout(self) -> CacheLayout:

@@ -1,0 +1,25 @@
+"""What a step and the cache are sized for, as far as settings alone say it. Torch-free.
+
+The token budget of a step is decided once, when the runner is built: on an accelerator a step's memory is measured
+with it (`measure`) before the cache takes the rest. `engine.limits` says so in `describe()`.
+"""
+
+from __future__ import annotations
+
+from aiocb.config import EngineConfig
+
+__all__ = ["CPU_BATCH_TOKENS", "GPU_BATCH_TOKENS", "MAX_REQUESTS", "MIN_BATCH_TOKENS", "expected_length"]
+
+GPU_BATCH_TOKENS = 8192
+MIN_BATCH_TOKENS = 256
+"""The automatic budget on an accelerator is never lower: below it steps cost as much and do less."""
+CPU_BATCH_TOKENS = 128
+"""Not memory but time is short there: a step of 8192 tokens would hold up every stream for seconds."""
+MAX_REQUESTS = 1024
+
+
+def expected_length(config: EngineConfig, max_model_len: int) -> int | None:
+    """The longest request that the hints announce, prompt and output; None without hints."""
+    if config.max_prompt_length is None or config.max_generated_length is None:
+        return None
+    return min(config.max_prompt_length + config.max_generated_length, max_model_len)
