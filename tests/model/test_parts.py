@@ -159,7 +159,7 @@ class TestCacheSize:
         assert 1.5 < large.num_blocks / small.num_blocks < 3
 
     def test_hints_are_what_there_is_room_for(self) -> None:
-        hints = {"max_prompt_length": 300, "max_generated_length": 200}
+        hints: dict[str, Any] = {"max_prompt_length": 300, "max_generated_length": 200}
         layout, choice = self.layout(**hints, max_requests_per_batch=8)
         assert (layout.groups[0].num_blocks - 1) * 16 == 8 * 500 and "8 requests of 500" in choice.reason
         assert "64 requests of 500" in self.layout(**hints)[1].reason

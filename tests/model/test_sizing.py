@@ -67,7 +67,8 @@ def test_the_budget_is_bounded_by_memory(free: int, config: dict[str, Any], expe
 
 
 def test_a_step_that_cannot_be_taken_is_refused() -> None:
-    for config in ({}, {"max_batch_tokens": 300}):
+    configs: list[dict[str, Any]] = [{}, {"max_batch_tokens": 300}]
+    for config in configs:
         meter = FakeMeter(100 << 10, 1 << 10)
         with pytest.raises(ConfigError, match=r"a step of (256|300) tokens takes more.*100.0 KiB are free"):
             measure_step(meter, EngineConfig(**config), meter.note)
@@ -120,7 +121,7 @@ def test_a_runner_is_measured_before_its_cache_is_made(monkeypatch: pytest.Monke
 def test_hints_are_the_longest_request_of_the_measured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = FakeMeter(1 << 30, 1)
     steps = Steps(monkeypatch, meter)
-    hints = {"max_prompt_length": 70, "max_generated_length": 30, "num_blocks": 8}
+    hints: dict[str, Any] = {"max_prompt_length": 70, "max_generated_length": 30, "num_blocks": 8}
     runner = built_on(meter, max_batch_tokens=64, max_requests_per_batch=4, **hints)
     first = steps.entries[0][0]
     assert (first.num_computed_tokens, first.num_new_tokens) == (39, 61)

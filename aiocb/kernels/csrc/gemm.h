@@ -36,28 +36,36 @@ AIOCB_INLINE void compute_part(const char* a, int64_t a_stride, const char* b, i
   const char* ahead = aside.ahead;
   float* kept = aside.kept;
   F16 acc[R][V];
-  AIOCB_UNROLL for (int r = 0; r < R; ++r)
-    AIOCB_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = aside.continues ? load(out + r * kPanel + v * 16) : zero();
-  for (int k = 0; k < steps; ++k) {
-    AIOCB_UNROLL for (int half = 0; half < F::kHalves; ++half) {
-      typename F::B weights[V];
-      AIOCB_UNROLL for (int v = 0; v < V; ++v) weights[v] = F::load_half(b + v * 64, half);
-      if constexpr (keeps) {
-        AIOCB_UNROLL for (int v = 0; v < V; ++v) store(kept + v * 16, weights[v]);
-        kept += kPanel;
+  bool adds = aside.continues;
+  for (int first = 0; first < steps; adds = true) {
+    const int stop = F::kRun && steps - first > F::kRun ? first + F::kRun : steps;
+    AIOCB_UNROLL for (int r = 0; r < R; ++r)
+      AIOCB_UNROLL for (int v = 0; v < V; ++v)
+        acc[r][v] = !F::kRun && adds ? load(out + r * kPanel + v * 16) : zero();
+    for (; first < stop; ++first) {
+      AIOCB_UNROLL for (int half = 0; half < F::kHalves; ++half) {
+        typename F::B weights[V];
+        AIOCB_UNROLL for (int v = 0; v < V; ++v) weights[v] = F::load_half(b + v * 64, half);
+        if constexpr (keeps) {
+          AIOCB_UNROLL for (int v = 0; v < V; ++v) store(kept + v * 16, weights[v]);
+          kept += kPanel;
+        }
+        AIOCB_UNROLL for (int r = 0; r < R; ++r) {
+          const typename F::A row = F::broadcast_half(a + r * a_stride, half);
+          AIOCB_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = F::madd(acc[r][v], row, weights[v]);
+        }
       }
-      AIOCB_UNROLL for (int r = 0; r < R; ++r) {
-        const typename F::A row = F::broadcast_half(a + r * a_stride, half);
-        AIOCB_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = F::madd(acc[r][v], row, weights[v]);
-      }
+      a += wide_bytes<F>();
+      b += kPanel * 4;
+      for (int line = 0; line < aside.lines; ++line) prefetch_l2(ahead + line * 64);
+      ahead += aside.lines * 64;
     }
-    a += wide_bytes<F>();
-    b += kPanel * 4;
-    for (int line = 0; line < aside.lines; ++line) prefetch_l2(ahead + line * 64);
-    ahead += aside.lines * 64;
+    AIOCB_UNROLL for (int r = 0; r < R; ++r)
+      AIOCB_UNROLL for (int v = 0; v < V; ++v) {
+        float* sum = out + r * kPanel + v * 16;
+        store(sum, F::kRun && adds ? load(sum) + acc[r][v] : acc[r][v]);
+      }
   }
-  AIOCB_UNROLL for (int r = 0; r < R; ++r)
-    AIOCB_UNROLL for (int v = 0; v < V; ++v) store(out + r * kPanel + v * 16, acc[r][v]);
 }
 
 template <class F, int R, bool keeps>
@@ -128,6 +136,16 @@ constexpr int kGroupRows = 132;               // rows that pass over a panel tog
 constexpr int kChunkBytes = 256 << 10;        // of a panel: it stays in the second-level cache while the rows pass
 constexpr int kStepBytes = kPanel * 4;
 
+// Steps [first, first + count) of chunk `index` of a panel: whole runs, so that they are the same without chunks.
+template <class F>
+AIOCB_INLINE void even_chunk(int steps, int chunks, int index, int* first, int* count) {
+  constexpr int kRun = F::kRun ? F::kRun : 1;
+  static_assert(kRun * kStepBytes <= kChunkBytes, "a run belongs to one chunk");
+  even_block((steps + kRun - 1) / kRun, chunks, index, first, count);
+  *first *= kRun, *count *= kRun;
+  if (*first + *count > steps) *count = steps - *first;
+}
+
 // Where pairs are multiplied as floats, a lane's scratch holds a chunk of a panel and the rows of a group, widened.
 struct WideLayout {
   int chunks;
@@ -159,8 +177,8 @@ AIOCB_INLINE void compute_shared(int order, int count, int rows, const char* a, 
     else if (order == 0)
       compute_rows<F, true>(rows, a, a_stride, b, steps, {aside.ahead, aside.lines, continues, wide}, out);
     else
-      compute_rows<F32Format>(rows, a, a_stride, reinterpret_cast<const char*>(wide), 2 * steps,
-                              {aside.ahead, aside.lines / 2, continues, nullptr}, out);
+      compute_rows<WidenedFormat>(rows, a, a_stride, reinterpret_cast<const char*>(wide), 2 * steps,
+                                  {aside.ahead, aside.lines / 2, continues, nullptr}, out);
   } else {
     const int lines = count < 4 ? 2 : 1;
     const bool fetches = ahead != nullptr && order * lines < 4;
@@ -212,7 +230,7 @@ AIOCB_INLINE void run_floats(const Linear& linear, const Input& input, const cha
       const int to = (panel + 1) * blocks > end ? int(end - panel * blocks) : blocks;
       for (int chunk = 0; chunk < wide.chunks; ++chunk) {
         int step, count;
-        even_block(steps, wide.chunks, chunk, &step, &count);
+        even_chunk<F>(steps, wide.chunks, chunk, &step, &count);
         const char* weights = b + int64_t(step) * kStepBytes;
         const char* ahead = chunk + 1 < wide.chunks ? weights + int64_t(count) * kStepBytes
                             : (panel + 1) * blocks < end ? b + linear.panel_bytes : after;

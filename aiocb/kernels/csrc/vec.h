@@ -268,12 +268,16 @@ AIOCB_INLINE void store_part(E* p, F16 value, int count) {
 // Where no instruction multiplies pairs of bf16, or only at half the rate of floats, they are multiplied as floats: a
 // step then has two halves, one after the other along K, and the operand that is broadcast is kept as floats (`Wide`)
 // instead of being taken apart at every use.
+//
+// Where operands are exact, it is the additions that lose most: each run of `kRun` steps is added up on its own, and the
+// runs are added to each other. 0 is one run.
 
 struct F32Format {
   typedef float Element;
   typedef float Wide;
   static constexpr int kStep = 1;
   static constexpr int kHalves = 1;
+  static constexpr int kRun = 128;
   typedef F16 A;
   typedef F16 B;
   static AIOCB_INLINE B load_half(const char* p, int) { return load(reinterpret_cast<const float*>(p)); }
@@ -281,9 +285,15 @@ struct F32Format {
   static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a, b, acc); }
 };
 
+// Pairs of bf16 that were taken apart: added up as they are where they are not.
+struct WidenedFormat : F32Format {
+  static constexpr int kRun = 0;
+};
+
 struct Bf16Format {
   typedef uint16_t Element;
   static constexpr int kStep = 2;
+  static constexpr int kRun = 0;
 #if defined(__AVX512BF16__)
   typedef uint16_t Wide;
   static constexpr int kHalves = 1;
