@@ -93,7 +93,8 @@ def continuous_batching_context_manager(
         continuous_batching_config: settings.
         persistent_manager: keep the manager on the model for the next session.
         warmup: accepted for compatibility; starting builds and warms up everything.
-        workload_hints: accepted for compatibility.
+        workload_hints: what memory and seats are planned for where the settings leave that open; a kept manager has
+            been planned already.
 
     When the block raises, what has not finished is failed instead of waited for.
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from aiocb.config import EngineConfig
 from aiocb.engine.settings import refuse_unbuilt, without_unbuilt
+from aiocb.model.sizes import MAX_REQUESTS
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     from aiocb.compat.transformers.manager import ContinuousBatchingManager
 
-__all__ = ["engine_config", "keep_on_model", "kept_manager"]
+__all__ = ["engine_config", "keep_on_model", "kept_manager", "with_hints"]
+
+logger = logging.getLogger("aiocb")
 
 _ATTRIBUTE = "_aiocb_manager"
 _TORCH_BACKENDS = {"eager": "eager", "paged|eager": "eager", "sdpa": "sdpa"}
@@ -46,11 +51,33 @@ def engine_config(
     device_type = str(model.device.type) if hasattr(model, "device") else None
     if isinstance(config, EngineConfig):
         return refuse_unbuilt(config, device_type)
+    if not getattr(config, "disable_nccl_graph_mixing", True):
+        logger.warning("disable_nccl_graph_mixing=False has no effect here: no graph is captured with communication")
     attention = None
     if not config.auto_switch_to_flash:
         implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
         attention = _TORCH_BACKENDS.get(implementation or "")
     return without_unbuilt(EngineConfig.from_transformers(config, attention=attention), device_type)
+
+
+def with_hints(config: EngineConfig, hints: Any) -> EngineConfig:
+    """The settings, where they are left open, with what a `WorkloadHints` says; 0 says nothing.
+
+    Raises:
+        ConfigError: a hint is no number.
+    """
+    if hints is None:
+        return config
+    changes: dict[str, Any] = {}
+    if config.max_requests_per_batch is None and hints.num_requests:
+        changes["max_requests_per_batch"] = min(hints.num_requests, MAX_REQUESTS)
+    lengths = {name: getattr(hints, name) for name in ("max_prompt_length", "max_generated_length")}
+    if config.max_prompt_length is None and any(lengths.values()):
+        if all(lengths.values()):
+            changes |= lengths
+        else:
+            logger.warning("of the workload hints max_prompt_length and max_generated_length count together only")
+    return dataclasses.replace(config, **changes) if changes else config
 
 
 class _Place:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiocb.checks import check_integer
-from aiocb.compat.transformers.hosting import engine_config, keep_on_model, kept_manager
+from aiocb.compat.transformers.hosting import engine_config, keep_on_model, kept_manager, with_hints
 from aiocb.compat.transformers.lifecycle import Lifecycle
 from aiocb.compat.transformers.parameters import LogitProcessors, Parameters, Scope, request_sampling
 from aiocb.compat.transformers.results import GenerationOutput, RequestQueueFull, StoppedError
@@ -45,7 +45,8 @@ class ContinuousBatchingManager:
         model: a transformers causal language model; used as it is, left as it was found.
         generation_config: what requests start from; None takes the model's.
         continuous_batching_config: transformers' own settings object, or an `EngineConfig`.
-        workload_hints: accepted for compatibility; nothing here has to be sized by them.
+        workload_hints: transformers' `WorkloadHints`; what memory and seats are planned for where the settings leave
+            that open.
         source: builds the runner, in place of `model`.
 
     Attributes:
@@ -72,7 +73,7 @@ class ContinuousBatchingManager:
         self._parameters = Parameters(self._scope, generation_config)
         self._num_return_sequences = self._parameters.num_return_sequences
         self._numbers = itertools.count()
-        self._life = Lifecycle(source, self.config)
+        self._life = Lifecycle(source, with_hints(self.config, workload_hints))
         self._router = self._life.router
 
     def __repr__(self) -> str:
