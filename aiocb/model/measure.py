@@ -15,6 +15,7 @@ from aiocb.model.sizes import GPU_BATCH_TOKENS, MIN_BATCH_TOKENS
 
 __all__ = ["DeviceMeter", "Meter", "StepMemory", "measure_step", "meter_of"]
 
+UNMEASURED_BYTES = 1 << 30
 STEP_SHARE = 0.5
 """Of the memory that may be taken, what a step may need at most before its automatic budget is lowered."""
 
@@ -94,7 +95,14 @@ def measure_step(meter: Meter, config: EngineConfig, run: Callable[[int], object
     allowed = int(meter.free() * (config.max_memory_percent or GPU_SHARE))
     num_tokens, smaller = config.max_batch_tokens or GPU_BATCH_TOKENS, ""
     while True:
-        taken = _try(meter, run, num_tokens)
+        try:
+            taken = _try(meter, run, num_tokens)
+        except Exception as error:
+            # Whether the model can be run is for the comparison with its own forward to say.
+            reason = f"not measured, the step failed with {type(error).__name__}: {error}"
+            return StepMemory(
+                num_tokens, UNMEASURED_BYTES, Choice("step_memory", format_size(UNMEASURED_BYTES), reason)
+            )
         is_last = config.max_batch_tokens is not None or num_tokens <= MIN_BATCH_TOKENS
         if taken is not None and (is_last or taken <= allowed * STEP_SHARE):
             break

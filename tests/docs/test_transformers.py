@@ -28,7 +28,7 @@ def rows(title: str) -> set[str]:
 
 
 def fields(kind: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return {field.name for field in dataclasses.fields(kind)}
 
 
 def public(names: Iterable[str]) -> set[str]:

@@ -81,6 +81,8 @@ IN_THE_CACHE: dict[str, tuple[dict[str, Any], Callable[[CacheLayout], Any], Any]
     ),
 }  # fmt: skip
 ELSEWHERE = {
+    "cpu_offload_space": "model/test_swap.py::test_each_group_has_its_share",
+    "cpu_offload_space_safety_threshold": "model/test_swap.py::test_more_than_is_safe_is_cut_with_a_warning",
     "state_interval": "model/test_states.py::test_the_interval_follows_the_size",
     "max_state_memory": "model/test_states.py::test_slots_for_requests_and_for_snapshots",
     "max_queue_size": "engine/test_queue.py::test_a_full_queue_refuses_when_asked_to",
@@ -96,24 +98,22 @@ ELSEWHERE = {
     "auto_switch_to_flash": "compat/test_generate_batch.py::test_attention_is_kept_when_asked",
     "drop_unsupported_processors": "compat/test_generate_batch.py::test_what_cannot_be_honoured",
 }
-REFUSED: dict[str, Any] = {
+REFUSED: dict[str, Any] = {"cpu_group_timeout": 5.0, "per_request_processors": False}
+OF_ACCELERATORS: dict[str, Any] = {
     "use_cuda_graph": True,
     "q_padding_interval_size": 32,
     "kv_padding_interval_size": 1024,
     "use_async_batching": True,
     "default_compile_level": 1,
-    "varlen_compile_config": {},
-    "decode_compile_config": {},
+    "varlen_compile_config": {"dynamic": True},
+    "decode_compile_config": {"dynamic": True},
     "max_blocks_per_request": 8,
-    "cpu_offload_space": 1.0,
-    "cpu_offload_space_safety_threshold": 0.5,
-    "cpu_group_timeout": 5.0,
-    "per_request_processors": False,
 }
+"""Refused on a CPU; what each does on a device is observed in tests/model/test_device_runner.py."""
 
 
 def test_every_field_is_in_one_table() -> None:
-    listed = [*IN_THE_SCHEDULER, *IN_THE_CACHE, *ELSEWHERE, *REFUSED]
+    listed = [*IN_THE_SCHEDULER, *IN_THE_CACHE, *ELSEWHERE, *REFUSED, *OF_ACCELERATORS]
     assert sorted(listed) == sorted(field.name for field in dataclasses.fields(EngineConfig))
 
 
@@ -137,11 +137,19 @@ def test_the_test_that_observes_it_is_there(name: str) -> None:
     assert name in source or file.startswith("compat/")
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *OF_ACCELERATORS])
 def test_what_cannot_be_obeyed_is_refused_by_name(name: str) -> None:
+    config = EngineConfig(**{name: {**REFUSED, **OF_ACCELERATORS}[name]})
     with pytest.raises(ConfigError, match=name):
-        refuse_unbuilt(EngineConfig(**{name: REFUSED[name]}))
-    assert refuse_unbuilt(EngineConfig()) == EngineConfig()
+        refuse_unbuilt(config, "cpu")
+    if name in OF_ACCELERATORS:
+        assert refuse_unbuilt(config, "cuda") is config
+        assert name in (TESTS / "model" / "test_device_runner.py").read_text(encoding="utf-8")
+
+
+def test_the_defaults_are_refused_nowhere() -> None:
+    for device_type in ("cpu", "cuda", None):
+        assert refuse_unbuilt(EngineConfig(), device_type) == EngineConfig()
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])

@@ -246,6 +246,28 @@ async def test_a_small_cache_preempts_and_everybody_ends(offload: float, monkeyp
     assert [list(one.token_ids) for one in done] == expected
 
 
+class SmallDevice(FakeDevice):
+    """Has memory for small steps only, once there is traffic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_refused = 0
+
+    def launch(self, numbers: Any, work: Any) -> Any:
+        if self.is_closed_to_recording and len(numbers) > 90:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().launch(numbers, work)
+
+
+@pytest.mark.asyncio
+async def test_steps_without_memory_are_taken_in_smaller_ones() -> None:
+    model, device = tiny("llama"), SmallDevice()
+    done, runner = await served(model, accelerator(device), plain(), use_async_batching=True, attention="varlen")
+    assert choices_of(runner)["async_batching"].value == "on" and device.num_refused > 0
+    assert [list(one.token_ids) for one in done] == [generate(model, one["prompt"], NEW) for one in plain()]
+
+
 @pytest.mark.asyncio
 async def test_samples_of_one_prompt_share_its_blocks() -> None:
     model, device = tiny("llama"), FakeDevice()

@@ -26,6 +26,7 @@ from aiocb.model.eager.pipeline import Flight, Forwards, Pipeline
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.eager.selfcheck import check_steps
 from aiocb.model.eager.tables import DeviceTables
+from aiocb.model.memory import run_in_memory
 from aiocb.sampling.sampler import Sampler
 from aiocb.step import StepPlan, StepResult
 
@@ -279,11 +280,17 @@ class DeviceRunner(TorchRunner):
         return 1 if self._pipeline is None else self._pipeline.depth
 
     def submit(self, plan: StepPlan) -> Any:
-        """Launch a step; see `step.Runner`."""
+        """Launch a step; see `step.Runner`.
+
+        Raises:
+            StepOutOfMemory: there is no memory for it: what it takes is taken when it is launched.
+        """
         if self._pipeline is None:
             return super().submit(plan)
         with self._threads():
-            return self._pipeline.submit(plan)
+            if not plan.entries:
+                return self._pipeline.submit(plan)
+            return run_in_memory(self._adapter.device, self._pipeline.submit, plan)
 
     def collect(self, handle: Any) -> StepResult:
         """Wait for a step; see `step.Runner`."""
