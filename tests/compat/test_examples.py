@@ -41,7 +41,7 @@ class Page:
 @pytest.fixture
 def page(saved: dict[str, Path], tokenizer: Any, vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
     # `max_memory_percent=0.8` is meant: of a small machine, so that the tests do not take 80 % of this one.
-    monkeypatch.setattr("aiocb.model.kv.free_memory", lambda: 64 << 20)
+    monkeypatch.setattr("aiocb.model.kv.free_memory", lambda *_: 64 << 20)
     model = enable(make_qwen3(vocab_size))
     generation_config: Any = GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=8, eos_token_id=tokenizer.eos_token_id
