@@ -10,7 +10,7 @@ from aiocb.cache.manager import CacheManager
 from aiocb.config import Choice, EngineConfig
 from aiocb.engine.prepare import Limits
 from aiocb.errors import ConfigError
-from aiocb.model.sizes import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS, MAX_REQUESTS
+from aiocb.model.sizes import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS, MAX_REQUESTS, SAFETY_MARGINS
 from aiocb.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ __all__ = ["make_scheduler"]
 _CPU_PREFILL_CHUNK = 128
 _CHARACTERS_PER_TOKEN = 32
 _MIN_PROMPT_CHARACTERS = 1_000_000
-_SAFETY_MARGINS = {"fifo": 0.15, "priority": 0.15, "prefill_first": 0.0}
 
 N = TypeVar("N", int, float)
 
@@ -83,7 +82,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     margin = choose(
         "safety_margin",
         config.safety_margin,
-        _SAFETY_MARGINS[config.scheduler_type],
+        SAFETY_MARGINS[config.scheduler_type],
         f"the default of scheduler_type {config.scheduler_type}",
     )
     cache = CacheManager(layout, config.allow_block_sharing)

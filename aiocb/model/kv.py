@@ -24,7 +24,7 @@ from torch import Tensor
 from aiocb.attention.base import AttentionBackend, KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.sizes import MAX_REQUESTS, expected_length
+from aiocb.model.sizes import MAX_REQUESTS, expected_length, expected_tokens
 from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 
 __all__ = ["PagedCache", "choose_layout", "choose_page_size", "format_size", "free_memory"]
@@ -156,7 +156,7 @@ def choose_layout(
         choice = Choice("num_blocks", str(config.num_blocks), f"configured ({format_size(bytes_of(blocks))})")
     else:
         budget = _budget(config, device, reserved or {}, free_memory(device) if free is None else free)
-        wanted, room = _wanted(config, max_model_len, device)
+        wanted, room = _wanted(config, max_model_len, page_size, device)
         most = -(-wanted // page_size)
         num_pages = (
             bisect.bisect_right(range(most + 1), budget.num_bytes, key=lambda pages: bytes_of(blocks_for(pages))) - 1
@@ -181,19 +181,23 @@ def choose_layout(
     ), choice
 
 
-def _wanted(config: EngineConfig, max_model_len: int, device: torch.device) -> tuple[int, str]:
+def _wanted(config: EngineConfig, max_model_len: int, page_size: int, device: torch.device) -> tuple[int, str]:
     """Return the tokens that there should be room for, and whose they are."""
-    hinted = expected_length(config, max_model_len)
     if config.max_memory_percent is not None:
         # As much as is allowed, yet no more than a full batch of the longest requests could ever use.
         return MAX_REQUESTS * max_model_len, f"room for {MAX_REQUESTS} requests of {max_model_len} tokens"
     if device.type != "cpu":
         return 1 << 40, "room for everything"
-    requests = CPU_REQUESTS if hinted is None else config.max_requests_per_batch or CPU_REQUESTS
-    length = hinted or CPU_TOKENS_PER_REQUEST
-    if max_model_len > requests * length:
+    requests, length = CPU_REQUESTS, expected_length(config, max_model_len)
+    if length is None:
+        length = CPU_TOKENS_PER_REQUEST
+        wanted = requests * length
+    else:
+        requests = config.max_requests_per_batch or CPU_REQUESTS
+        wanted = expected_tokens(config, requests, length, page_size)
+    if max_model_len > wanted:
         return max_model_len, f"room for one request of {max_model_len} tokens"
-    return requests * length, f"room for {requests} requests of {length} tokens"
+    return wanted, f"room for {requests} requests of {length} tokens"
 
 
 def _budget(config: EngineConfig, device: torch.device, reserved: Mapping[str, int], free: int) -> Budget:

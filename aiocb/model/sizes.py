@@ -6,9 +6,19 @@ with it (`measure`) before the cache takes the rest. `engine.limits` says so in 
 
 from __future__ import annotations
 
+import math
+
 from aiocb.config import EngineConfig
 
-__all__ = ["CPU_BATCH_TOKENS", "GPU_BATCH_TOKENS", "MAX_REQUESTS", "MIN_BATCH_TOKENS", "expected_length"]
+__all__ = [
+    "CPU_BATCH_TOKENS",
+    "GPU_BATCH_TOKENS",
+    "MAX_REQUESTS",
+    "MIN_BATCH_TOKENS",
+    "SAFETY_MARGINS",
+    "expected_length",
+    "expected_tokens",
+]
 
 GPU_BATCH_TOKENS = 8192
 MIN_BATCH_TOKENS = 256
@@ -16,6 +26,8 @@ MIN_BATCH_TOKENS = 256
 CPU_BATCH_TOKENS = 128
 """Not memory but time is short there: a step of 8192 tokens would hold up every stream for seconds."""
 MAX_REQUESTS = 1024
+SAFETY_MARGINS = {"fifo": 0.15, "priority": 0.15, "prefill_first": 0.0}
+"""By `scheduler_type`, where nothing is configured."""
 
 
 def expected_length(config: EngineConfig, max_model_len: int) -> int | None:
@@ -23,3 +35,10 @@ def expected_length(config: EngineConfig, max_model_len: int) -> int | None:
     if config.max_prompt_length is None or config.max_generated_length is None:
         return None
     return min(config.max_prompt_length + config.max_generated_length, max_model_len)
+
+
+def expected_tokens(config: EngineConfig, num_requests: int, length: int, page_size: int) -> int:
+    """Tokens of a cache in which so many requests of a length run at once, in whole pages, with the safety margin."""
+    margin = SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin
+    num_pages = num_requests * -(-length // page_size)
+    return math.ceil(num_pages / (1 - min(margin, 0.5))) * page_size

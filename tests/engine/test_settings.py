@@ -72,11 +72,11 @@ IN_THE_CACHE: dict[str, tuple[dict[str, Any], Callable[[CacheLayout], Any], Any]
         {"max_memory_percent": 0.25}, lambda layout: layout.groups[0].num_blocks, (1 << 28) // (16 << 10),
     ),
     "max_prompt_length": (
-        {"max_prompt_length": 3000, "max_generated_length": 200, "max_requests_per_batch": 2},
+        {"max_prompt_length": 3000, "max_generated_length": 200, "max_requests_per_batch": 2, "safety_margin": 0.0},
         lambda layout: (layout.groups[0].num_blocks - 1) * 16, 2 * 2048,
     ),
     "max_generated_length": (
-        {"max_prompt_length": 30, "max_generated_length": 2, "max_requests_per_batch": 100},
+        {"max_prompt_length": 30, "max_generated_length": 2, "max_requests_per_batch": 100, "safety_margin": 0.0},
         lambda layout: (layout.groups[0].num_blocks - 1) * 16, 100 * 32,
     ),
 }  # fmt: skip

@@ -289,6 +289,12 @@ async def test_requests_longer_than_a_table_go_by_the_host() -> None:
     assert "tables of 4 blocks" in choices_of(runner)["decode_path"].reason
 
 
+def test_hints_are_what_tables_have_room_for() -> None:
+    runner = runner_of(tiny("llama"), accelerator(FakeDevice()), max_prompt_length=30, max_generated_length=20)
+    assert "tables of 13 blocks" in choices_of(runner)["decode_path"].reason
+    runner.close()
+
+
 class TestSettings:
     def test_nothing_is_prepared_on_the_device(self, caplog: pytest.LogCaptureFixture) -> None:
         device = FakeDevice()

@@ -161,7 +161,10 @@ class TestCacheSize:
     def test_hints_are_what_there_is_room_for(self) -> None:
         hints: dict[str, Any] = {"max_prompt_length": 300, "max_generated_length": 200}
         layout, choice = self.layout(**hints, max_requests_per_batch=8)
-        assert (layout.groups[0].num_blocks - 1) * 16 == 8 * 500 and "8 requests of 500" in choice.reason
+        # 8 requests of 32 pages, and the safety margin of 15 %.
+        assert layout.groups[0].num_blocks - 1 == 302 and "8 requests of 500" in choice.reason
+        without = self.layout(**hints, max_requests_per_batch=8, scheduler_type="prefill_first")[0]
+        assert without.groups[0].num_blocks - 1 == 256
         assert "64 requests of 500" in self.layout(**hints)[1].reason
         assert (self.layout(9000, **hints, max_requests_per_batch=1)[0].groups[0].num_blocks - 1) * 16 >= 9000
 

@@ -27,6 +27,7 @@ from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.eager.selfcheck import check_steps
 from aiocb.model.eager.tables import DeviceTables
 from aiocb.model.memory import run_in_memory
+from aiocb.model.sizes import expected_length
 from aiocb.sampling.sampler import Sampler
 from aiocb.step import StepPlan, StepResult
 
@@ -41,7 +42,8 @@ MAX_ROWS = 1024
 """Requests of a step, where nothing is configured."""
 
 TABLE_TOKENS = 8192
-"""Tokens of a request that a table has room for, where nothing is configured; longer requests go by the host."""
+"""Tokens of a request that a table has room for, where nothing is configured or hinted at; longer requests go by the
+host."""
 
 
 class Accelerator:
@@ -161,7 +163,7 @@ class DeviceRunner(TorchRunner):
         """Build the pipeline and try it; returns what is wrong with it."""
         backend, adapter, layout = self._backend, self._adapter, self.cache_layout
         assert isinstance(backend, PackedBackend)
-        longest = min(self._max_model_len, TABLE_TOKENS)
+        longest = expected_length(config, self._max_model_len) or min(self._max_model_len, TABLE_TOKENS)
         max_blocks = config.max_blocks_per_request or -(-longest // layout.page_size)
         smallest = min(group.num_blocks for group in layout.groups) - 1
         self._batch_rows = config.max_requests_per_batch or min(MAX_ROWS, smallest)
@@ -234,7 +236,7 @@ class DeviceRunner(TorchRunner):
             config.q_padding_interval_size,
             config.kv_padding_interval_size,
             max_rows=self._batch_rows,
-            max_tokens=config.max_batch_tokens or TABLE_TOKENS,
+            max_tokens=config.max_batch_tokens or self.max_batch_tokens or TABLE_TOKENS,
             max_keys=min(num_keys, self._batch_rows * tables.max_blocks * layout.page_size),
             max_len=tables.max_blocks * layout.page_size,
             num_groups=len(layout.groups) if self._gathers else 0,
