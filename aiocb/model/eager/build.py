@@ -23,8 +23,11 @@ def plan(request: ModelRequest, material: Material) -> Candidate | Refusal:
     if config.native and config.attention is None:
         return Refusal("native=True was asked for")
     sampler = request.sampler or Sampler(material.defaults.vocab_size, device=str(module.device))
-    make = functools.partial(TorchRunner, module, config, sampler, max_model_len=material.max_model_len)
-    accelerator = Accelerator.of(module.device)
+    make = functools.partial(
+        TorchRunner, module, config, sampler, max_model_len=material.max_model_len, agree=request.agree
+    )
+    # Steps of several processes are not recorded, nor overlapped.
+    accelerator = Accelerator.of(module.device) if request.agree is None else None
     if accelerator is not None:
         return Candidate(functools.partial(DeviceRunner, *make.args, **make.keywords, accelerator=accelerator))
     return Candidate(make)

@@ -1,0 +1,197 @@
+"""What the processes of a world do; each function runs on every rank."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import aiocb
+
+from tests.parallel.worlds import Rank
+
+CONFIG = {"page_size": 4, "num_blocks": 24, "num_threads": 1, "debug_checks": True, "native": False}
+PROMPTS: list[list[int]] = [
+    [5, 6, 7, 8, 9, 10, 11, 12, 13],
+    [5, 6, 7, 8, 9, 10, 11, 12, 99, 3],
+    [44, 45],
+    list(range(20, 51)),
+    [7],
+]
+LIMIT_S = 2.0
+
+
+async def answers(engine: aiocb.Engine) -> list[tuple[int, ...]]:
+    """Greedy, and sampled with a seed; more than the cache holds at once."""
+    greedy = engine.generate_batch(PROMPTS, temperature=0.0, max_new_tokens=16, ignore_eos=True)
+    sampled = engine.generate_batch(PROMPTS, temperature=1.0, seed=3, max_new_tokens=8, ignore_eos=True)
+    both = await asyncio.gather(greedy, sampled)
+    return [completion.token_ids for completions in both for completion in completions]
+
+
+def double(model: Any) -> None:
+    """Change the weights, alike on every rank."""
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+
+
+async def single(folder: str) -> list[list[tuple[int, ...]]]:
+    """What one process gives, before and after the weights have changed."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    async with aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG)) as engine:
+        before = await answers(engine)
+        async with engine.pause() as paused:
+            double(paused)
+        return [before, await answers(engine)]
+
+
+async def everything(rank: Rank) -> Any:
+    """Tokens, prefix hits, preemption, aborts, deadlines, a pause, another entry."""
+    engine = aiocb.Engine.from_pretrained(
+        rank.folder,
+        dtype="float32",
+        distributed_config=aiocb.DistributedConfig(),
+        config=aiocb.EngineConfig(**{**CONFIG, "native": None}, cpu_group_timeout=30.0),
+    )
+    result: dict[str, Any] = {}
+    async with engine:
+        result["processes"] = next(choice.value for choice in engine.describe() if choice.name == "processes")
+        result["heads"] = engine.model.model.layers[0].self_attn.k_proj.weight.to_local().shape[0]
+        if rank.number == 0:
+            result["before"] = await answers(engine)
+            result["stats"] = engine.stats()
+            await leave_some(engine, result)
+        else:
+            result["refusal"] = refusal(engine)
+        async with engine.pause() as model:
+            double(model)
+        if rank.number == 0:
+            result["after"] = await answers(engine)
+    async with engine:
+        if rank.number == 0:
+            result["again"] = await answers(engine)
+            result["usage"] = engine.stats().kv_cache_usage_perc
+    return result
+
+
+async def leave_some(engine: aiocb.Engine, result: dict[str, Any]) -> None:
+    """One stream is left, one runs into its deadline, one goes on."""
+
+    async def leave() -> int:
+        async with engine.stream(PROMPTS[0], temperature=0.0, max_new_tokens=60, ignore_eos=True) as stream:
+            async for chunk in stream:
+                return len(chunk.token_ids)
+        return 0
+
+    async def overrun() -> str:
+        try:
+            await engine.generate(PROMPTS[1], temperature=0.0, max_new_tokens=80, ignore_eos=True, timeout=0.05)
+        except aiocb.RequestTimeout as error:
+            return error.stage
+        return "in time"
+
+    async def go_on() -> tuple[int, ...]:
+        return (await engine.generate(PROMPTS[0], temperature=0.0, max_new_tokens=16, ignore_eos=True)).token_ids
+
+    result["left"], result["overrun"], result["went_on"] = await asyncio.gather(leave(), overrun(), go_on())
+
+
+def refusal(engine: aiocb.Engine) -> str:
+    try:
+        engine.stream([1])
+    except aiocb.EngineError as error:
+        return str(error)
+    return ""
+
+
+async def sharded_by_its_owner(rank: Rank) -> Any:
+    """A model that transformers has spread; the engine over it is entered twice."""
+    model = AutoModelForCausalLM.from_pretrained(
+        rank.folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=rank.size)
+    )
+    engine = aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG | {"num_blocks": 24 + rank.number}))
+    results = []
+    for _ in range(2):
+        async with engine:
+            results.append(next(choice.value for choice in engine.describe() if choice.name == "processes"))
+            if rank.number == 0:
+                results.append(await answers(engine))
+    return results
+
+
+async def interrupted(rank: Rank) -> Any:
+    """Streams that would go on for long; the test does something to a process meanwhile."""
+    engine = aiocb.Engine.from_pretrained(
+        rank.folder,
+        dtype="float32",
+        distributed_config={"tp_size": rank.size},
+        config=aiocb.EngineConfig(cpu_group_timeout=LIMIT_S, page_size=4),
+    )
+    try:
+        async with engine:
+            if rank.number == 0:
+                return await streams(rank, engine)
+    except aiocb.EngineDead as error:
+        return str(error)
+    return "closed"
+
+
+async def streams(rank: Rank, engine: aiocb.Engine) -> Any:
+    ended: list[tuple[str, float]] = []
+
+    async def read(number: int) -> None:
+        try:
+            async for _ in engine.stream([number + 1], temperature=0.0, max_new_tokens=4000, ignore_eos=True):
+                if number == 0 and not told:
+                    told.append(True)
+                    rank.say("running")
+        except aiocb.EngineDead as error:
+            ended.append((str(error), time.monotonic()))
+
+    told: list[bool] = []
+    await asyncio.gather(*map(read, range(3)))
+    health = engine.health()
+    try:
+        await engine.aclose()
+        async with engine:
+            pass
+    except aiocb.EngineError as error:
+        return ended, health.state, str(error)
+    return ended, health.state, ""
+
+
+async def fails_on_one(rank: Rank) -> Any:
+    """Rank 1 raises in the middle of a step."""
+    model = AutoModelForCausalLM.from_pretrained(
+        rank.folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=rank.size)
+    )
+    engine = aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG, cpu_group_timeout=30.0))
+    is_armed = []
+
+    def hook(*_: Any) -> None:
+        if is_armed and rank.number == 1:
+            raise ValueError("of this rank only")
+
+    model.model.layers[1].register_forward_pre_hook(hook)
+    try:
+        async with engine:
+            is_armed.append(True)
+            if rank.number == 0:
+                await engine.generate([1, 2, 3], max_new_tokens=3)
+    except aiocb.EngineDead as error:
+        return str(error)
+
+
+async def loads_on_one(rank: Rank) -> Any:
+    """Rank 1 finds no model."""
+    folder = rank.folder if rank.number == 0 else "/nowhere/at/all"
+    engine = aiocb.Engine.from_pretrained(folder, distributed_config=aiocb.DistributedConfig(tp_size=rank.size))
+    try:
+        async with engine:
+            return "entered"
+    except aiocb.AiocbError as error:
+        return type(error).__name__, str(error)

@@ -1,0 +1,90 @@
+"""Real processes, which talk over gloo on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests.parallel.programs import (
+    LIMIT_S,
+    everything,
+    fails_on_one,
+    interrupted,
+    loads_on_one,
+    sharded_by_its_owner,
+    single,
+)
+from tests.parallel.worlds import world_of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def expected(folder: str) -> list[list[tuple[int, ...]]]:
+    return asyncio.run(single(folder))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_processes_are_one_engine(folder: str, expected: Any, size: int) -> None:
+    with world_of(everything, size, folder) as world:
+        leader, *followers = world.results()
+    before, after = expected
+    assert leader["before"] == before
+    assert leader["stats"].prefix_cache_hits > 0
+    assert leader["stats"].num_preemptions > 0
+    assert leader["overrun"] == "run" and leader["left"] > 0
+    assert leader["went_on"] == before[0]
+    assert leader["after"] == after and leader["again"] == after
+    assert leader["usage"] == 0.0
+    assert [each["processes"] for each in (leader, *followers)] == [
+        f"{size}, this is rank {number}" for number in range(size)
+    ]
+    assert {each["heads"] for each in (leader, *followers)} == {16 // size}
+    assert all("rank 0" in each["refusal"] for each in followers)
+
+
+def test_a_model_that_its_owner_has_spread(folder: str, expected: Any) -> None:
+    with world_of(sharded_by_its_owner, 2, folder) as world:
+        leader, follower = world.results()
+    assert leader[1] == leader[3] == expected[0]
+    assert follower == ["2, this is rank 1"] * 2
+
+
+@pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_lost_ends_all_streams(folder: str, which: signal.Signals) -> None:
+    with world_of(interrupted, 2, folder) as world:
+        assert world.hear(0) == "running"
+        world.signal(1, which)
+        began = time.monotonic()
+        ended, state, refusal = world.hear(0)
+        assert [text for text, _ in ended if "rank 1" in text] == [ended[0][0]] * 3
+        assert max(at for _, at in ended) - began < LIMIT_S + 0.5
+        assert state == "dead"
+        assert "start all of them anew" in refusal
+        world.processes[0].join(10.0)
+        assert world.processes[0].exitcode == 0
+
+
+@pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])
+def test_followers_end_with_rank_0(folder: str, which: signal.Signals) -> None:
+    with world_of(interrupted, 2, folder) as world:
+        assert world.hear(0) == "running"
+        world.signal(0, which)
+        began = time.monotonic()
+        assert "rank 0" in world.hear(1)
+        assert time.monotonic() - began < LIMIT_S + 0.5
+
+
+def test_what_one_process_raises_ends_all(folder: str) -> None:
+    with world_of(fails_on_one, 2, folder) as world:
+        assert ["rank 1" in text and "of this rank only" in text for text in world.results()] == [True, True]
+
+
+def test_what_one_process_cannot_load_is_refused_by_all(folder: str) -> None:
+    with world_of(loads_on_one, 2, folder) as world:
+        results = world.results()
+    assert [(name, "/nowhere/at/all" in text) for name, text in results] == [("ConfigError", True)] * 2
