@@ -466,6 +466,14 @@ class Engine:
         return None if session is None or session.text is None else session.text.tokenizer
 
     @property
+    def rank(self) -> int:
+        """Of this process among those that run the model together, once the engine has been entered; 0 takes the
+        requests, and is all there is in one process.
+        """
+        session = self._session
+        return 0 if session is None else session.rank
+
+    @property
     def max_request_tokens(self) -> int:
         """The most tokens, prompt and output together, that one request can have.
 

@@ -41,7 +41,7 @@ class Life:
 
     Attributes:
         limits, text, choices: of the runner, once there is one.
-        follows: another process decides what is run, and takes the requests.
+        rank: of this process among those that run the model together; 0 decides, and takes the requests.
         room: of the bounded queue.
     """
 
@@ -51,7 +51,7 @@ class Life:
         self.limits: Limits | None = None
         self.text: TextProcessor | None = None
         self.choices: list[Choice] = []
-        self.follows = False
+        self.rank = 0
         self.room = Room(config.max_queue_size)
         self.worker = Worker(self._open, self._close, source.interrupt)
         self._number = number
@@ -79,7 +79,7 @@ class Life:
             hold=None if built.parallel is None else built.parallel.hold,
         )
         if built.parallel is not None:
-            self.follows = built.parallel.is_following
+            self.rank = built.parallel.rank
             built.parallel.begin(lambda error: core.inbox.put((self._end, error)))
         for choice in self.choices:
             logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
@@ -119,6 +119,11 @@ class Life:
     def put(self, command: Command) -> None:
         """Hand a command to the core; safe in destructors and in any thread."""
         self.worker.put(command)
+
+    @property
+    def follows(self) -> bool:
+        """True where another process decides what is run, and takes the requests."""
+        return self.rank > 0
 
     def raise_if_foreign(self) -> None:
         """Refuse to be used in a forked process.

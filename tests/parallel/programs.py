@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import aiocb
-
+import aiocb.compat.transformers as compat
 from tests.parallel.worlds import Rank
 
-CONFIG = {"page_size": 4, "num_blocks": 24, "num_threads": 1, "debug_checks": True, "native": False}
+CONFIG: dict[str, Any] = {"page_size": 4, "num_blocks": 24, "num_threads": 1, "debug_checks": True, "native": False}
 PROMPTS: list[list[int]] = [
     [5, 6, 7, 8, 9, 10, 11, 12, 13],
     [5, 6, 7, 8, 9, 10, 11, 12, 99, 3],
@@ -23,6 +26,7 @@ PROMPTS: list[list[int]] = [
     [7],
 ]
 LIMIT_S = 2.0
+SHORT_S = 1.0
 
 
 async def answers(engine: aiocb.Engine) -> list[tuple[int, ...]]:
@@ -33,7 +37,7 @@ async def answers(engine: aiocb.Engine) -> list[tuple[int, ...]]:
     return [completion.token_ids for completions in both for completion in completions]
 
 
-def double(model: Any) -> None:
+def negate(model: Any) -> None:
     """Change the weights, alike on every rank."""
     with torch.no_grad():
         model.lm_head.weight.neg_()
@@ -45,7 +49,7 @@ async def single(folder: str) -> list[list[tuple[int, ...]]]:
     async with aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG)) as engine:
         before = await answers(engine)
         async with engine.pause() as paused:
-            double(paused)
+            negate(paused)
         return [before, await answers(engine)]
 
 
@@ -61,6 +65,7 @@ async def everything(rank: Rank) -> Any:
     async with engine:
         result["processes"] = next(choice.value for choice in engine.describe() if choice.name == "processes")
         result["heads"] = engine.model.model.layers[0].self_attn.k_proj.weight.to_local().shape[0]
+        assert engine.rank == rank.number
         if rank.number == 0:
             result["before"] = await answers(engine)
             result["stats"] = engine.stats()
@@ -68,12 +73,13 @@ async def everything(rank: Rank) -> Any:
         else:
             result["refusal"] = refusal(engine)
         async with engine.pause() as model:
-            double(model)
+            negate(model)
         if rank.number == 0:
             result["after"] = await answers(engine)
     async with engine:
         if rank.number == 0:
-            result["again"] = await answers(engine)
+            again = await engine.generate(PROMPTS[0], temperature=0.0, max_new_tokens=16, ignore_eos=True)
+            result["again"] = again.token_ids
             result["usage"] = engine.stats().kv_cache_usage_perc
     return result
 
@@ -114,7 +120,7 @@ async def sharded_by_its_owner(rank: Rank) -> Any:
         rank.folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=rank.size)
     )
     engine = aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG | {"num_blocks": 24 + rank.number}))
-    results = []
+    results: list[Any] = []
     for _ in range(2):
         async with engine:
             results.append(next(choice.value for choice in engine.describe() if choice.name == "processes"))
@@ -128,7 +134,7 @@ async def interrupted(rank: Rank) -> Any:
     engine = aiocb.Engine.from_pretrained(
         rank.folder,
         dtype="float32",
-        distributed_config={"tp_size": rank.size},
+        distributed_config=DistributedConfig(tp_size=rank.size),
         config=aiocb.EngineConfig(cpu_group_timeout=LIMIT_S, page_size=4),
     )
     try:
@@ -164,13 +170,71 @@ async def streams(rank: Rank, engine: aiocb.Engine) -> Any:
     return ended, health.state, ""
 
 
+async def slow_to_load(rank: Rank) -> Any:
+    """Rank 1 takes longer than a step may; then nothing runs, until the test does something."""
+
+    def progress(stage: str, fraction: float) -> None:
+        if rank.number == 1 and (stage, fraction) == ("load", 0.0):
+            time.sleep(1.5 * SHORT_S)
+
+    engine = aiocb.Engine.from_pretrained(
+        rank.folder,
+        distributed_config=aiocb.DistributedConfig(tp_size=rank.size, tp_plan="auto"),
+        progress=progress,
+        config=aiocb.EngineConfig(cpu_group_timeout=SHORT_S),
+    )
+    async with engine:
+        if rank.number == 0:
+            rank.say(len((await engine.generate([1], max_new_tokens=3, ignore_eos=True)).token_ids))
+            while engine.state == "running":
+                await asyncio.sleep(0.01)
+    return str(engine.health().error)
+
+
+async def through_the_manager(rank: Rank) -> Any:
+    """A program that was written for transformers runs on every rank."""
+    model = AutoModelForCausalLM.from_pretrained(
+        rank.folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=rank.size)
+    )
+    settings = ContinuousBatchingConfig(
+        page_size=4, num_blocks=24, use_cuda_graph=False, cpu_group_timeout=30.0, disable_nccl_graph_mixing=False
+    )
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, max_new_tokens=16, eos_token_id=-1
+    )
+
+    def generate() -> list[list[int]]:
+        results = compat.generate_batch(model, PROMPTS, config, settings)
+        return [list(result.generated_tokens) for result in results.values()]
+
+    async def add() -> str:
+        with compat.continuous_batching_context_manager(model, config, continuous_batching_config=settings) as manager:
+            manager.add_request([1, 2, 3], request_id="one")
+            result = await asyncio.to_thread(manager.get_result, "one")
+            return "" if result is None else f"{len(result.generated_tokens)} {result.error}"
+
+    return [await asyncio.to_thread(generate), await asyncio.to_thread(generate), await add()]
+
+
+async def from_the_page(rank: Rank) -> Any:
+    """The program of the documentation, with this model."""
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    source = page.split("```python\n")[1].split("```")[0]
+    assert '"Qwen/Qwen3-4B"' in source
+    namespace: dict[str, Any] = {"__name__": "page"}
+    exec(source.replace('"Qwen/Qwen3-4B"', repr(rank.folder)), namespace)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        await namespace["main"]()
+    return len(printed.getvalue())
+
+
 async def fails_on_one(rank: Rank) -> Any:
     """Rank 1 raises in the middle of a step."""
     model = AutoModelForCausalLM.from_pretrained(
         rank.folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=rank.size)
     )
     engine = aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG, cpu_group_timeout=30.0))
-    is_armed = []
+    is_armed: list[bool] = []
 
     def hook(*_: Any) -> None:
         if is_armed and rank.number == 1:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -11,12 +14,17 @@ import pytest
 
 from tests.parallel.programs import (
     LIMIT_S,
+    PROMPTS,
+    SHORT_S,
     everything,
     fails_on_one,
+    from_the_page,
     interrupted,
     loads_on_one,
     sharded_by_its_owner,
     single,
+    slow_to_load,
+    through_the_manager,
 )
 from tests.parallel.worlds import world_of
 
@@ -36,9 +44,9 @@ def test_several_processes_are_one_engine(folder: str, expected: Any, size: int)
     assert leader["before"] == before
     assert leader["stats"].prefix_cache_hits > 0
     assert leader["stats"].num_preemptions > 0
-    assert leader["overrun"] == "run" and leader["left"] > 0
+    assert leader["overrun"] in ("queue", "run") and leader["left"] > 0
     assert leader["went_on"] == before[0]
-    assert leader["after"] == after and leader["again"] == after
+    assert leader["after"] == after and leader["again"] == after[0]
     assert leader["usage"] == 0.0
     assert [each["processes"] for each in (leader, *followers)] == [
         f"{size}, this is rank {number}" for number in range(size)
@@ -52,6 +60,39 @@ def test_a_model_that_its_owner_has_spread(folder: str, expected: Any) -> None:
         leader, follower = world.results()
     assert leader[1] == leader[3] == expected[0]
     assert follower == ["2, this is rank 1"] * 2
+
+
+def test_a_program_for_transformers(folder: str, expected: Any) -> None:
+    with world_of(through_the_manager, 2, folder) as world:
+        leader, follower = world.results()
+    greedy = [list(tokens) for tokens in expected[0][: len(PROMPTS)]]
+    assert leader == [greedy, greedy, "16 None"]
+    assert follower[:2] == [[], []] and "on rank 0" in follower[2]
+
+
+def test_the_program_of_the_page(folder: str) -> None:
+    with world_of(from_the_page, 2, folder) as world:
+        leader, follower = world.results()
+    assert leader > 0 and follower == 0
+
+
+def test_the_command_line(folder: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "aiocb"]
+    command = [*torchrun, "run", folder, "--raw", "--max-new-tokens", "5", "--temperature", "0", "one", "two"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("2 prompts, 10 tokens") == 1 and result.stdout.count("[1] (temperature 0) one") == 1
+
+
+def test_loading_may_take_longer_than_a_step_and_idle_processes_are_watched(folder: str) -> None:
+    with world_of(slow_to_load, 2, folder) as world:
+        assert world.hear(0) == 3
+        world.signal(1, signal.SIGSTOP)
+        began = time.monotonic()
+        assert "rank 1" in world.hear(0)
+        assert time.monotonic() - began < SHORT_S + 0.5
 
 
 @pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGSTOP])

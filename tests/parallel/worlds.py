@@ -1,4 +1,4 @@
-"""Several processes with one model, forked from a server that has imported everything; what they do is in `programs`."""
+"""Several processes with one model, forked from a server that has imported all; what they do is in `programs`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from aiocb.config import Choice
 from aiocb.errors import ConfigError, EngineError
 from aiocb.model.eager.messages import Outgoing, decode, encode
 from aiocb.model.eager.ranks import Ranks, join_world
-from aiocb.model.eager.sharding import check_heads, spread_over, tensor_parallel_group
+from aiocb.model.eager.sharding import check_heads, for_several, spread_over, tensor_parallel_group
 from aiocb.model.request import ModelRequest, Opened
 from aiocb.records import Record
 from aiocb.step import CacheLayout, ImmediateRunner, Runner, StepEntry, StepPlan, StepResult
@@ -73,24 +73,15 @@ def open_parallel(request: ModelRequest, open_here: Callable[[ModelRequest], Ope
 
 
 def _checked(request: ModelRequest) -> ModelRequest:
-    """Refuse what only one process can do; native kernels are left out unless they were asked for."""
-    config = request.config
+    """Refuse what only one process can do."""
     if request.quantization is not None:
         raise ConfigError(
-            f"quantization={request.quantization!r} works in one process only: leave it out, or run without torchrun"
-        )
-    if config.native:
-        raise ConfigError("native=True works in one process only: leave it out, or run without torchrun")
-    if config.attention == "cpu":
-        raise ConfigError("attention='cpu' works in one process only: leave it out for torch's attention")
-    if config.cpu_offload_space != 0:
-        raise ConfigError(
-            f"cpu_offload_space={config.cpu_offload_space!r} works in one process only: leave it out, and what is "
-            "preempted is computed again"
+            f"quantization={request.quantization!r}: works in one process only; leave it out, or do not spread the "
+            "model over several"
         )
     if request.device is not None and request.model is None:
         raise ConfigError(f"device={request.device!r}: each of several processes takes its own device; leave it out")
-    return dataclasses.replace(request, config=dataclasses.replace(config, native=False))
+    return dataclasses.replace(request, config=for_several(request.config))
 
 
 def _open(request: ModelRequest, ranks: Ranks, open_here: Callable[[ModelRequest], Opened]) -> Opened:
@@ -148,17 +139,17 @@ class ParallelRunner(ImmediateRunner):
     Args:
         inner: runs this process's share.
         ranks: the processes.
-
-    Attributes:
-        is_following: another process decides.
     """
-
-    is_following: bool
 
     def __init__(self, inner: Runner, ranks: Ranks) -> None:
         self._inner = inner
         self._ranks = ranks
         self.choices = inner.choices
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 decides."""
+        return self._ranks.rank
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -206,8 +197,6 @@ class ParallelRunner(ImmediateRunner):
 
 class LeadingRunner(ParallelRunner):
     """Rank 0: sends each plan to the others, runs it, and samples."""
-
-    is_following = False
 
     def __init__(self, inner: Runner, ranks: Ranks) -> None:
         super().__init__(inner, ranks)
@@ -275,8 +264,6 @@ class LeadingRunner(ParallelRunner):
 
 class FollowingRunner(ParallelRunner):
     """Another rank: runs what rank 0 sends, from `begin` on, until it closes."""
-
-    is_following = True
 
     def __init__(self, inner: Runner, ranks: Ranks) -> None:
         super().__init__(inner, ranks)

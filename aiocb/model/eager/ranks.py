@@ -102,9 +102,9 @@ class Ranks:
         if self.rank == 0:
             server, address = listen(os.environ.get("MASTER_ADDR") or socket.gethostname())
             self.send_object(address)
-            self._watch = Watch.accept(server, address, self.size, self._lose)
+            self._watch = Watch.accept(server, address, self.size, self.limit, self._lose)
         else:
-            self._watch = Watch.connect(self.rank, self.receive_object(), self._lose)
+            self._watch = Watch.connect(self.rank, self.receive_object(), self.limit, self._lose)
         self.watch.expect(self.load_limit)
 
     @property

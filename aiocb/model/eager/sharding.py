@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
-from aiocb.config import DistributedConfig
+from aiocb.config import DistributedConfig, EngineConfig
 from aiocb.errors import ConfigError, show_value
 from aiocb.model.eager.view import text_config
 from aiocb.model.request import ModelRequest
 
-__all__ = ["check_heads", "spread_over", "tensor_parallel_group"]
+__all__ = ["asked_of_one", "check_heads", "for_several", "spread_over", "tensor_parallel_group"]
 
 _OTHER_SIZES = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+_ALONE: dict[str, tuple[Any, ...]] = {
+    "native": (None, False),
+    "use_cuda_graph": (None, False, (False, False)),
+    "use_async_batching": (None, False),
+    "default_compile_level": (0,),
+    "varlen_compile_config": (None,),
+    "decode_compile_config": (None,),
+    "cpu_offload_space": (None, 0.0),
+}
+"""Settings that only one process can obey, with the values that ask for nothing; the last one leaves it out."""
+
 _CONFIG_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
 
 
@@ -43,6 +55,32 @@ def spread_over(given: Any) -> Any:
         if (getattr(theirs, name, None) or 1) > 1:
             raise ConfigError(f"{name}={getattr(theirs, name)} is not supported: processes share layers here (tp_size)")
     return theirs
+
+
+def asked_of_one(config: EngineConfig) -> list[str]:
+    """The settings that several processes cannot obey."""
+    names = [name for name, values in _ALONE.items() if getattr(config, name) not in values]
+    return [*names, "attention"] if config.attention == "cpu" else names
+
+
+def for_several(config: EngineConfig, *, drop: bool = False) -> EngineConfig:
+    """Return the settings for one of several processes: everything that only one can do is left out.
+
+    Args:
+        config: the settings.
+        drop: leave out also what was asked for.
+
+    Raises:
+        ConfigError: it was asked for.
+    """
+    names = asked_of_one(config)
+    if names and not drop:
+        wanted = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
+        raise ConfigError(f"{wanted}: works in one process only; leave it out, or do not spread the model over several")
+    changes: dict[str, Any] = {name: values[-1] for name, values in _ALONE.items()}
+    if "attention" in names:
+        changes["attention"] = None
+    return dataclasses.replace(config, **changes)
 
 
 def tensor_parallel_group(model: Any) -> list[int]:

@@ -29,6 +29,7 @@ BEAT, FAILED, REFUSED, LEFT = range(4)
 """What a frame says: nothing but being there; why its sender has failed; why it cannot start; that it leaves."""
 
 CONNECT_S = 60.0
+_HELLO_S = 5.0
 _SLOWEST_BEAT_S = 1.0
 _BEATS_PER_LIMIT = 10
 _PATIENCE = 0.75
@@ -74,13 +75,15 @@ class Watch:
     """Tells once when another process is lost.
 
     Args:
-        rank: of this process.
+        limit: the shortest that will be asked for; beats come several times in it. None: now and then.
         peers: connections by rank: rank 0 has one to each, the others one to rank 0.
         on_lost: called with the error that is to be raised here, in the watch's thread.
     """
 
-    def __init__(self, rank: int, peers: dict[int, socket.socket], on_lost: Callable[[AiocbError], None]) -> None:
-        self._rank = rank
+    def __init__(
+        self, limit: float | None, peers: dict[int, socket.socket], on_lost: Callable[[AiocbError], None]
+    ) -> None:
+        self._interval_s = _SLOWEST_BEAT_S if limit is None else min(limit / _BEATS_PER_LIMIT, _SLOWEST_BEAT_S)
         self._peers = {number: _Peer(number, connection) for number, connection in peers.items()}
         self._on_lost = on_lost
         self._connections = tuple(peers.values())
@@ -93,7 +96,14 @@ class Watch:
         self._thread.start()
 
     @classmethod
-    def accept(cls, server: socket.socket, address: Address, size: int, on_lost: Callable[[AiocbError], None]) -> Watch:
+    def accept(
+        cls,
+        server: socket.socket,
+        address: Address,
+        size: int,
+        limit: float | None,
+        on_lost: Callable[[AiocbError], None],
+    ) -> Watch:
         """Wait on rank 0 for the others.
 
         Raises:
@@ -106,21 +116,18 @@ class Watch:
                 server.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
                     connection, _ = server.accept()
-                    connection.settimeout(max(deadline - time.monotonic(), 0.001))
-                    key, rank = _HELLO.unpack(_read(connection, _HELLO.size))
                 except TimeoutError as error:
                     missing = sorted(set(range(1, size)) - peers.keys())
                     raise EngineError(f"rank {missing[0]} has not connected within {CONNECT_S:g} s") from error
-                except (OSError, struct.error):
-                    continue  # somebody else's
+                key, rank = _read_hello(connection)
                 if hmac.compare_digest(key, address.key) and 0 < rank < size:
                     peers[rank] = connection
                 else:
                     connection.close()
-        return cls(0, peers, on_lost)
+        return cls(limit, peers, on_lost)
 
     @classmethod
-    def connect(cls, rank: int, address: Address, on_lost: Callable[[AiocbError], None]) -> Watch:
+    def connect(cls, rank: int, address: Address, limit: float | None, on_lost: Callable[[AiocbError], None]) -> Watch:
         """Connect to rank 0.
 
         Raises:
@@ -131,7 +138,7 @@ class Watch:
             connection.sendall(_HELLO.pack(address.key, rank))
         except OSError as error:
             raise EngineError(f"rank 0 cannot be reached at {address.host}:{address.port}: {error}") from error
-        return cls(rank, {0: connection}, on_lost)
+        return cls(limit, {0: connection}, on_lost)
 
     def expect(self, limit: float | None) -> None:
         """From now on, every process is to be heard at least once in so many seconds; None does not ask for it."""
@@ -139,7 +146,6 @@ class Watch:
         for peer in tuple(self._peers.values()):
             peer.heard_at = now
         self._is_working, self._limit = True, limit
-        self._wake()
 
     def rest(self) -> None:
         """From now on, others may leave or be silent; who has left is told once all the same."""
@@ -173,16 +179,15 @@ class Watch:
         while not self._is_over:
             now = time.monotonic()
             limit = self._limit
-            interval = _SLOWEST_BEAT_S if limit is None else min(limit / _BEATS_PER_LIMIT, _SLOWEST_BEAT_S)
             if now >= next_beat:
                 self._send_all(BEAT)
-                next_beat = now + interval
-            for key, _ in selector.select(min(next_beat - now, interval)):
+                next_beat = now + self._interval_s
+            for key, _ in selector.select(next_beat - now):
                 if key.data is None:
                     self._waker.recv(4096)
                 elif not self._read(key.data):
                     selector.unregister(key.fileobj)
-            if time.monotonic() - now > 2 * interval:
+            if time.monotonic() - now > 2 * self._interval_s:
                 # This process has been away itself: what it has not heard meanwhile says nothing about the others.
                 for peer in self._peers.values():
                     peer.heard_at = time.monotonic()
@@ -245,11 +250,11 @@ class Watch:
                     peer.connection.send(_HEAD.pack(kind, len(payload)) + payload)
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read_hello(connection: socket.socket) -> tuple[bytes, int]:
+    """Return the word and the rank that a new connection begins with; nothing where it does not."""
+    connection.settimeout(_HELLO_S)
     data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            break
-        data += more
-    return data
+    with contextlib.suppress(OSError):
+        while len(data) < _HELLO.size and (more := connection.recv(_HELLO.size - len(data))):
+            data += more
+    return _HELLO.unpack(data) if len(data) == _HELLO.size else (b"", 0)
