@@ -82,7 +82,7 @@ class EngineCore:
         self._request_ids = request_ids or itertools.count(1)
         self._random = random_source or random.Random()
         self._debug_checks = debug_checks
-        self._hold = hold or _acknowledge
+        self._hold: Hold = hold or (lambda acknowledge: acknowledge())
         self._flights: deque[tuple[StepPlan, Handle]] = deque()
         self._retracted: list[Update] = []
         self._num_received = 0
@@ -357,7 +357,3 @@ class EngineCore:
 def lane_seed(seed: int, index: int) -> int:
     """A stream of its own for every parallel sample; sample 0 is what a single request would produce."""
     return (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-
-
-def _acknowledge(acknowledge: Callable[[], None]) -> None:
-    acknowledge()
