@@ -240,11 +240,13 @@ class LeadingRunner(ParallelRunner):
         self._send(RELOAD, self._inner.reload_weights)
 
     def release(self) -> None:
-        """Forget every request on all, and let the others end this life.
+        """Forget every request on all, and let the others end this life. Where one is lost, all know it already.
 
         Raises:
-            EngineError: another process is lost.
+            EngineError: another process is lost in this very moment.
         """
+        if self._ranks.lost is not None:
+            return
         self._ranks.rest()
         self._outgoing.clear()
         self._is_held = False
