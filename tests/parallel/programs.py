@@ -64,7 +64,7 @@ async def everything(rank: Rank) -> Any:
     result: dict[str, Any] = {}
     async with engine:
         result["processes"] = next(choice.value for choice in engine.describe() if choice.name == "processes")
-        result["heads"] = engine.model.model.layers[0].self_attn.k_proj.weight.to_local().shape[0]
+        result["cache"] = next(choice.reason for choice in engine.describe() if choice.name == "num_blocks")
         assert engine.rank == rank.number
         if rank.number == 0:
             result["before"] = await answers(engine)
@@ -119,13 +119,14 @@ async def sharded_by_its_owner(rank: Rank) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         rank.folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=rank.size)
     )
-    engine = aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG | {"num_blocks": 24 + rank.number}))
+    engine = aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG | {"num_blocks": 24 + 100 * (1 - rank.number)}))
     results: list[Any] = []
     for _ in range(2):
         async with engine:
-            results.append(next(choice.value for choice in engine.describe() if choice.name == "processes"))
+            results.append({choice.name: choice.value for choice in engine.describe()}["num_blocks"])
             if rank.number == 0:
                 results.append(await answers(engine))
+                results.append(engine.stats().num_preemptions > 0)
     return results
 
 

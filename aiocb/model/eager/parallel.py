@@ -12,6 +12,7 @@ with processes is the business of `ranks` and `watch`.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +32,8 @@ from aiocb.records import Record
 from aiocb.step import CacheLayout, ImmediateRunner, Runner, StepEntry, StepPlan, StepResult
 
 __all__ = ["FollowingRunner", "LeadingRunner", "ParallelRunner", "open_parallel"]
+
+logger = logging.getLogger("aiocb")
 
 STEP, PAUSE, RELOAD, RELEASE = "step", "pause", "reload", "release"
 
@@ -88,15 +91,25 @@ def _open(request: ModelRequest, ranks: Ranks, open_here: Callable[[ModelRequest
     """Open this process's share (rank thread)."""
     if request.model is not None and request.model.device.type == "cuda":
         torch.cuda.set_device(request.model.device)  # of this thread
+    own: list[CacheLayout] = []
+
+    def agree(layout: CacheLayout) -> CacheLayout:
+        own.append(layout)
+        return _agree(ranks, layout)
+
     sampler: Any = request.sampler if ranks.rank == 0 else _NoSampler()
-    opened = open_here(dataclasses.replace(request, sampler=sampler, agree=partial(_agree, ranks)))
+    opened = open_here(dataclasses.replace(request, sampler=sampler, agree=agree))
     kind = LeadingRunner if ranks.rank == 0 else FollowingRunner
     runner = kind(opened.runner, ranks)
     limit = "for ever" if ranks.limit is None else f"at most {ranks.limit:g} s"
-    choice = Choice(
-        "processes", f"{ranks.size}, this is rank {ranks.rank}", f"tensor parallel; they wait for each other {limit}"
-    )
-    return opened._replace(runner=runner, choices=(*opened.choices, choice), parallel=runner)
+    choices = [
+        *opened.choices,
+        Choice("processes", f"{ranks.size}, this is rank {ranks.rank}", f"tensor parallel; they wait {limit}"),
+    ]
+    if runner.cache_layout not in own:
+        counts = " + ".join(str(group.num_blocks - 1) for group in runner.cache_layout.groups)
+        choices.append(Choice("num_blocks", counts, "what all processes have room for"))
+    return opened._replace(runner=runner, choices=tuple(choices), parallel=runner)
 
 
 def _agree(ranks: Ranks, layout: CacheLayout) -> CacheLayout:
@@ -240,17 +253,16 @@ class LeadingRunner(ParallelRunner):
         self._send(RELOAD, self._inner.reload_weights)
 
     def release(self) -> None:
-        """Forget every request on all, and let the others end this life. Where one is lost, all know it already.
-
-        Raises:
-            EngineError: another process is lost in this very moment.
-        """
+        """Forget every request on all, and let the others end this life. Where one is lost, all know it already."""
         if self._ranks.lost is not None:
             return
         self._ranks.rest()
         self._outgoing.clear()
         self._is_held = False
-        self._send(RELEASE, self._inner.release)
+        try:
+            self._send(RELEASE, self._inner.release)
+        except EngineError as error:  # of no harm to what was served
+            logger.warning("the other processes have not ended this life in order: %s", error)
 
     def _send(self, kind: str, work: Callable[[], None] | None = None) -> None:
         """Let all do something other than a step; where it is work, wait until all have done it."""

@@ -64,6 +64,12 @@ def join_world(device_type: str) -> None:
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=LOAD_LIMIT_S), **options)
 
 
+def _host() -> str:
+    """Where others find this process, as the first of its group."""
+    given = os.environ.get("MASTER_ADDR")  # of rank 0 of the world
+    return given if given and dist.get_rank() == 0 else socket.gethostname()
+
+
 class Ranks:
     """A group of processes with one model; number 0 decides, the others follow.
 
@@ -100,7 +106,7 @@ class Ranks:
         is_part = len(members) < dist.get_world_size()
         self._control: Any = dist.new_group(members, _FOR_EVER, "gloo", use_local_synchronization=is_part)
         if self.rank == 0:
-            server, address = listen(os.environ.get("MASTER_ADDR") or socket.gethostname())
+            server, address = listen(_host())
             self.send_object(address)
             self._watch = Watch.accept(server, address, self.size, self.limit, self._lose)
         else:
