@@ -27,6 +27,32 @@ PROMPTS: list[list[int]] = [
 ]
 LIMIT_S = 2.0
 SHORT_S = 1.0
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "pad_token_id": 0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    # Sinks, a window, experts.
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8},
+    # A recurrent state, which is not spread, norms per head, a shared expert.
+    "qwen3_next": {
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
 
 
 async def answers(engine: aiocb.Engine) -> list[tuple[int, ...]]:
@@ -41,6 +67,13 @@ def negate(model: Any) -> None:
     """Change the weights, alike on every rank."""
     with torch.no_grad():
         model.lm_head.weight.neg_()
+
+
+async def answers_of_one(folder: str) -> list[tuple[int, ...]]:
+    """What one process gives."""
+    config = aiocb.EngineConfig(page_size=4, num_threads=1, native=False)
+    async with aiocb.Engine.from_pretrained(folder, dtype="float32", config=config) as engine:
+        return await answers(engine)
 
 
 async def single(folder: str) -> list[list[tuple[int, ...]]]:
@@ -169,6 +202,22 @@ async def streams(rank: Rank, engine: aiocb.Engine) -> Any:
     except aiocb.EngineError as error:
         return ended, health.state, str(error)
     return ended, health.state, ""
+
+
+async def several_models(rank: Rank) -> Any:
+    """One model after the other, each of which has something of its own to spread."""
+    results = []
+    for kind in KINDS:
+        engine = aiocb.Engine.from_pretrained(
+            f"{rank.folder}/{kind}",
+            dtype="float32",
+            distributed_config=aiocb.DistributedConfig(),
+            config=aiocb.EngineConfig(page_size=4, num_threads=1),
+        )
+        async with engine:
+            if rank.number == 0:
+                results.append(await answers(engine))
+    return results
 
 
 async def slow_to_load(rank: Rank) -> Any:

@@ -8,19 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parallel.programs import (
+    KINDS,
     LIMIT_S,
     PROMPTS,
     SHORT_S,
+    SIZES,
+    answers_of_one,
     everything,
     fails_on_one,
     from_the_page,
     interrupted,
     loads_on_one,
+    several_models,
     sharded_by_its_owner,
     single,
     slow_to_load,
@@ -61,6 +68,18 @@ def test_a_model_that_its_owner_has_spread(folder: str, expected: Any) -> None:
         leader, follower = world.results()
     assert leader == ["24", expected[0], True] * 2  # one of them has room for no more
     assert follower == ["24"] * 2
+
+
+def test_models_with_more_than_dense_layers(tmp_path: Path) -> None:
+    expected = []
+    for kind, values in KINDS.items():
+        torch.manual_seed(3)
+        config = AutoConfig.for_model(kind, **SIZES | values)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)  # type: ignore[no-untyped-call]
+        expected.append(asyncio.run(answers_of_one(str(tmp_path / kind))))
+    with world_of(several_models, 2, str(tmp_path)) as world:
+        leader, _ = world.results()
+    assert leader == expected
 
 
 def test_a_program_for_transformers(folder: str, expected: Any) -> None:
