@@ -152,14 +152,17 @@ async def sharded_by_its_owner(rank: Rank) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         rank.folder, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=rank.size)
     )
-    engine = aiocb.Engine(model, config=aiocb.EngineConfig(**CONFIG | {"num_blocks": 24 + 100 * (1 - rank.number)}))
+    num_blocks = 24 + 100 * (1 - rank.number)
+    engine = aiocb.Engine(
+        model, config=aiocb.EngineConfig(**CONFIG | {"num_blocks": num_blocks, "cpu_offload_space": 1e-3})
+    )
     results: list[Any] = []
     for _ in range(2):
         async with engine:
             results.append({choice.name: choice.value for choice in engine.describe()}["num_blocks"])
             if rank.number == 0:
                 results.append(await answers(engine))
-                results.append(engine.stats().num_preemptions > 0)
+                results.append(engine.stats().num_restores > 0)
     return results
 
 

@@ -44,6 +44,8 @@ async def test_the_number_of_processes(folder: str, monkeypatch: pytest.MonkeyPa
     [
         {"native": True},
         {"attention": "cpu"},
+        {"use_cuda_graph": True},
+        {"default_compile_level": 1},
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -96,5 +98,5 @@ async def test_programs_for_transformers_are_warned_by_name(caplog: pytest.LogCa
     config = engine_config(Spread(), None, settings)
     assert config.cpu_group_timeout == 7.0 and config.native is False and not caplog.records
     asked = aiocb.EngineConfig(use_cuda_graph=True, default_compile_level=2, attention="cpu")
-    assert asked_of_one(asked) == ["use_cuda_graph", "default_compile_level", "attention"]
+    assert asked_of_one(asked) == ["attention", "use_cuda_graph", "default_compile_level"]
     assert asked_of_one(for_several(asked, drop=True)) == []

@@ -23,11 +23,10 @@ def plan(request: ModelRequest, material: Material) -> Candidate | Refusal:
     if config.native and config.attention is None:
         return Refusal("native=True was asked for")
     sampler = request.sampler or Sampler(material.defaults.vocab_size, device=str(module.device))
-    make = functools.partial(
-        TorchRunner, module, config, sampler, max_model_len=material.max_model_len, agree=request.agree
-    )
-    # Steps of several processes are not recorded, nor overlapped.
-    accelerator = Accelerator.of(module.device) if request.agree is None else None
+    make = functools.partial(TorchRunner, module, config, sampler, max_model_len=material.max_model_len)
+    if request.agree is not None:  # steps of several processes are not recorded, nor overlapped
+        return Candidate(functools.partial(make, agree=request.agree))
+    accelerator = Accelerator.of(module.device)
     if accelerator is not None:
         return Candidate(functools.partial(DeviceRunner, *make.args, **make.keywords, accelerator=accelerator))
     return Candidate(make)

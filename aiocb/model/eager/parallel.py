@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -97,8 +98,11 @@ def _open(request: ModelRequest, ranks: Ranks, open_here: Callable[[ModelRequest
         own.append(layout)
         return _agree(ranks, layout)
 
+    # The host's memory is shared by as many as run on it.
+    share = request.config.cpu_offload_space_safety_threshold / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    config = dataclasses.replace(request.config, cpu_offload_space_safety_threshold=share)
     sampler: Any = request.sampler if ranks.rank == 0 else _NoSampler()
-    opened = open_here(dataclasses.replace(request, sampler=sampler, agree=agree))
+    opened = open_here(dataclasses.replace(request, config=config, sampler=sampler, agree=agree))
     kind = LeadingRunner if ranks.rank == 0 else FollowingRunner
     runner = kind(opened.runner, ranks)
     limit = "for ever" if ranks.limit is None else f"at most {ranks.limit:g} s"
@@ -124,7 +128,9 @@ def _agree(ranks: Ranks, layout: CacheLayout) -> CacheLayout:
     states = layout.states
     if states is not None:
         states = states._replace(num_slots=min(each.states.num_slots for each in layouts if each.states is not None))
-    return layout._replace(groups=groups, states=states)
+    # Where one has no swap space, none has.
+    places = tuple(map(min, zip(*(each.swap_places for each in layouts))))
+    return layout._replace(groups=groups, states=states, swap_places=places)
 
 
 def _shape(layout: CacheLayout) -> CacheLayout:
@@ -133,6 +139,7 @@ def _shape(layout: CacheLayout) -> CacheLayout:
     return layout._replace(
         groups=tuple(group._replace(num_blocks=0, block_bytes=0) for group in layout.groups),
         states=None if states is None else states._replace(num_slots=0, slot_bytes=0),
+        swap_places=(),
     )
 
 

@@ -17,17 +17,6 @@ from aiocb.model.request import ModelRequest
 __all__ = ["asked_of_one", "check_heads", "for_several", "spread_over", "tensor_parallel_group"]
 
 _OTHER_SIZES = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
-_ALONE: dict[str, tuple[Any, ...]] = {
-    "native": (None, False),
-    "use_cuda_graph": (None, False, (False, False)),
-    "use_async_batching": (None, False),
-    "default_compile_level": (0,),
-    "varlen_compile_config": (None,),
-    "decode_compile_config": (None,),
-    "cpu_offload_space": (None, 0.0),
-}
-"""Settings that only one process can obey, with the values that ask for nothing; the last one leaves it out."""
-
 _CONFIG_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "trust_remote_code", "subfolder")
 
 
@@ -59,8 +48,8 @@ def spread_over(given: Any) -> Any:
 
 def asked_of_one(config: EngineConfig) -> list[str]:
     """The settings that several processes cannot obey."""
-    names = [name for name, values in _ALONE.items() if getattr(config, name) not in values]
-    return [*names, "attention"] if config.attention == "cpu" else names
+    asked = {"native": config.native is True, "attention": config.attention == "cpu"}
+    return [*(name for name, is_asked in asked.items() if is_asked), *config.accelerator_settings()]
 
 
 def for_several(config: EngineConfig, *, drop: bool = False) -> EngineConfig:
@@ -77,10 +66,9 @@ def for_several(config: EngineConfig, *, drop: bool = False) -> EngineConfig:
     if names and not drop:
         wanted = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)
         raise ConfigError(f"{wanted}: works in one process only; leave it out, or do not spread the model over several")
-    changes: dict[str, Any] = {name: values[-1] for name, values in _ALONE.items()}
-    if "attention" in names:
-        changes["attention"] = None
-    return dataclasses.replace(config, **changes)
+    defaults = EngineConfig()
+    changes = {name: getattr(defaults, name) for name in names}
+    return dataclasses.replace(config, **changes | {"native": False})
 
 
 def tensor_parallel_group(model: Any) -> list[int]:
