@@ -53,7 +53,8 @@ def asked_of_one(config: EngineConfig) -> list[str]:
 
 
 def for_several(config: EngineConfig, *, drop: bool = False) -> EngineConfig:
-    """Return the settings for one of several processes: everything that only one can do is left out.
+    """Return the settings for one of several processes: what only one can do is left out, and attention is torch's own
+    unless another one is named.
 
     Args:
         config: the settings.
@@ -68,7 +69,9 @@ def for_several(config: EngineConfig, *, drop: bool = False) -> EngineConfig:
         raise ConfigError(f"{wanted}: works in one process only; leave it out, or do not spread the model over several")
     defaults = EngineConfig()
     changes = {name: getattr(defaults, name) for name in names}
-    return dataclasses.replace(config, **changes | {"native": False})
+    # Others are tried at start by the runner of an accelerator, which is that of one process.
+    attention = "sdpa" if config.attention in (None, "cpu") else config.attention
+    return dataclasses.replace(config, **changes | {"native": False, "attention": attention})
 
 
 def tensor_parallel_group(model: Any) -> list[int]:
