@@ -96,7 +96,8 @@ async def test_programs_for_transformers_are_warned_by_name(caplog: pytest.LogCa
 
     settings = ContinuousBatchingConfig(cpu_group_timeout=7.0, disable_nccl_graph_mixing=False)
     config = engine_config(Spread(), None, settings)
-    assert config.cpu_group_timeout == 7.0 and config.native is False and not caplog.records
+    assert config.cpu_group_timeout == 7.0 and config.native is False and config.attention == "sdpa"
+    assert [record.getMessage().partition("=")[0] for record in caplog.records] == ["disable_nccl_graph_mixing"]
     asked = aiocb.EngineConfig(use_cuda_graph=True, default_compile_level=2, attention="cpu")
     assert asked_of_one(asked) == ["attention", "use_cuda_graph", "default_compile_level"]
     assert asked_of_one(for_several(asked, drop=True)) == []

@@ -12,7 +12,7 @@ import pytest
 from aiocb.errors import AiocbError, EngineError
 from aiocb.model.eager.parallel import FollowingRunner, LeadingRunner
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import OpenedRequest, StepEntry, StepPlan
+from aiocb.step import OpenedRequest, StepEntry, StepOutOfMemory, StepPlan
 from aiocb.testing.oracle import KVOracle
 
 WAIT_S = 10.0
@@ -171,6 +171,15 @@ def test_what_a_follower_raises_is_told(both: Both) -> None:
     error = both.ended.get(timeout=WAIT_S)
     assert isinstance(error, EngineError) and "rank 1 has failed in a step" in str(error)
     assert both.ranks[1].told == [error]
+
+
+def test_a_step_without_memory_is_not_taken_again(both: Both) -> None:
+    def fail(_: StepPlan) -> None:
+        raise StepOutOfMemory("all is taken")
+
+    both.oracles[0]._errors = fail
+    with pytest.raises(EngineError, match="rank 0 has failed in a step .*all is taken"):
+        both.leader.execute(STEP)
 
 
 def test_nothing_is_sent_to_those_who_are_lost(both: Both) -> None:

@@ -29,6 +29,7 @@ from aiocb.model.eager.messages import Outgoing, decode, encode
 from aiocb.model.eager.ranks import Ranks, join_world
 from aiocb.model.eager.sharding import check_heads, for_several, spread_over, tensor_parallel_group
 from aiocb.model.request import ModelRequest, Opened
+from aiocb.model.sizes import GPU_BATCH_TOKENS
 from aiocb.records import Record
 from aiocb.step import CacheLayout, ImmediateRunner, Runner, StepEntry, StepPlan, StepResult
 
@@ -58,7 +59,8 @@ def open_parallel(request: ModelRequest, open_here: Callable[[ModelRequest], Ope
     if wanted is not None:
         check_heads(request, wanted.tp_size, wanted.tp_plan)
         accelerator = torch.accelerator.current_accelerator()
-        join_world("cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type)
+        device_type = "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
+        join_world(device_type)
         if dist.get_world_size() != wanted.tp_size:
             raise ConfigError(
                 f"tp_size={wanted.tp_size} and {dist.get_world_size()} processes: start as many as share each layer "
@@ -67,10 +69,12 @@ def open_parallel(request: ModelRequest, open_here: Callable[[ModelRequest], Ope
         members = list(range(wanted.tp_size))
         request = dataclasses.replace(request, options={**request.options, "distributed_config": wanted})
     else:
+        assert request.model is not None
+        device_type = request.model.device.type
         check_heads(request, len(members), None)
     ranks = Ranks(members, request.config.cpu_group_timeout)
     try:
-        return ranks.call(partial(_open, request, ranks, open_here), ranks.load_limit)
+        return ranks.call(partial(_open, request, ranks, device_type, open_here), ranks.load_limit)
     except BaseException:
         ranks.close()
         raise
@@ -88,7 +92,7 @@ def _checked(request: ModelRequest) -> ModelRequest:
     return dataclasses.replace(request, config=for_several(request.config))
 
 
-def _open(request: ModelRequest, ranks: Ranks, open_here: Callable[[ModelRequest], Opened]) -> Opened:
+def _open(request: ModelRequest, ranks: Ranks, device_type: str, open_here: Callable[[ModelRequest], Opened]) -> Opened:
     """Open this process's share (rank thread)."""
     if request.model is not None and request.model.device.type == "cuda":
         torch.cuda.set_device(request.model.device)  # of this thread
@@ -101,6 +105,9 @@ def _open(request: ModelRequest, ranks: Ranks, open_here: Callable[[ModelRequest
     # The host's memory is shared by as many as run on it.
     share = request.config.cpu_offload_space_safety_threshold / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     config = dataclasses.replace(request.config, cpu_offload_space_safety_threshold=share)
+    if config.max_batch_tokens is None and device_type != "cpu":
+        # Steps are measured there, this one only: to try smaller ones, all would have to know who is out of memory.
+        config = dataclasses.replace(config, max_batch_tokens=GPU_BATCH_TOKENS)
     sampler: Any = request.sampler if ranks.rank == 0 else _NoSampler()
     opened = open_here(dataclasses.replace(request, config=config, sampler=sampler, agree=agree))
     kind = LeadingRunner if ranks.rank == 0 else FollowingRunner
@@ -165,6 +172,7 @@ class ParallelRunner(ImmediateRunner):
         self._inner = inner
         self._ranks = ranks
         self.choices = inner.choices
+        self.max_batch_tokens = inner.max_batch_tokens
 
     @property
     def rank(self) -> int:
@@ -376,7 +384,7 @@ class FollowingRunner(ParallelRunner):
 
 
 def _run_step(inner: Runner, plan: StepPlan, rank: int) -> StepResult:
-    """Run a step; what it raises is never a reason to try again: the other processes have taken it."""
+    """Run a step; what it raises, lack of memory too, is no reason to try again: the others have taken this one."""
     try:
         return inner.collect(inner.submit(plan))
     except Exception as error:
