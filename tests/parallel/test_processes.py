@@ -125,6 +125,7 @@ def test_a_process_that_is_lost_ends_all_streams(folder: str, which: signal.Sign
         assert [text for text, _ in ended if "rank 1" in text] == [ended[0][0]] * 3
         assert max(at for _, at in ended) - began < LIMIT_S + 0.5
         assert state == "dead"
+        assert which is signal.SIGKILL or f"cpu_group_timeout={LIMIT_S:g}" in ended[0][0]
         assert "start all of them anew" in refusal
         world.processes[0].join(10.0)
         assert world.processes[0].exitcode == 0
