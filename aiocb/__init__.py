@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb._version import __version__ as __version__
 from aiocb.config import Choice as Choice
+from aiocb.config import DistributedConfig as DistributedConfig
 from aiocb.config import EngineConfig as EngineConfig
 from aiocb.errors import AiocbError as AiocbError
 from aiocb.errors import ConfigError as ConfigError
@@ -59,6 +60,7 @@ __all__ = [
     "Completion",
     "CompletionIterator",
     "ConfigError",
+    "DistributedConfig",
     "Engine",
     "EngineClosed",
     "EngineConfig",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ from aiocb.errors import ConfigError
 if TYPE_CHECKING:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-__all__ = ["Choice", "EngineConfig", "SchedulerType"]
+__all__ = ["Choice", "DistributedConfig", "EngineConfig", "SchedulerType"]
 
 SchedulerType = Literal["fifo", "prefill_first", "priority"]
 SCHEDULER_TYPES: tuple[SchedulerType, ...] = ("fifo", "prefill_first", "priority")
@@ -33,6 +34,26 @@ class Choice(NamedTuple):
     name: str
     value: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedConfig:
+    """How one model is spread over several processes, each of which is started by `torchrun`.
+
+    transformers' own `DistributedConfig` is taken in its place.
+
+    Attributes:
+        tp_size: how many processes share each layer; None is as many as there are.
+        tp_plan: "auto" for the model's own plan, or rules that replace some of it, by name of module or parameter.
+    """
+
+    tp_size: int | None = None
+    tp_plan: Literal["auto"] | Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("tp_size", self.tp_size, 1)
+        if self.tp_plan not in (None, "auto") and not isinstance(self.tp_plan, Mapping):
+            raise ConfigError(f"tp_plan must be 'auto' or a mapping of names to styles, not {self.tp_plan!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +97,8 @@ class EngineConfig:
         cpu_offload_space: GiB of the host's memory to which the cache of preempted requests is copied, instead of being
             recomputed; 0.0 is none, None as much as the next one allows.
         cpu_offload_space_safety_threshold: share of the memory that is left, [0, 1]: the most for `cpu_offload_space`.
-        cpu_group_timeout: name of a setting of transformers that has no effect yet; an engine refuses other values than
-            the default.
+        cpu_group_timeout: where several processes run one model, the seconds after which one that does not answer, or a
+            step that does not end, ends the engine on all of them; None waits for ever.
         auto_switch_to_flash: take flash-attn where it is installed.
         max_queue_size: most waiting requests; 0 is no bound.
         max_prompt_characters: most characters of a prompt of text or messages; longer ones are refused unread. None: 32
@@ -175,6 +196,7 @@ class EngineConfig:
         _within("cpu_offload_space", self.cpu_offload_space, 0.0, math.inf)
         _within("cpu_offload_space_safety_threshold", self.cpu_offload_space_safety_threshold, 0.0, 1.0)
         _within("start_timeout", self.start_timeout, 0.0, math.inf)
+        _within("cpu_group_timeout", self.cpu_group_timeout, 0.0, math.inf, open_low=True)
         _within("hang_timeout", self.hang_timeout, 0.0, math.inf, open_low=True)
         if self.scheduler_type not in SCHEDULER_TYPES:
             raise ConfigError(

@@ -22,7 +22,7 @@ def main() -> NoReturn:
     import typer
 
     from aiocb.cli.app import app
-    from aiocb.cli.terminal import INTERRUPTED, one_line, quieten
+    from aiocb.cli.terminal import INTERRUPTED, is_silent, one_line, quieten
     from aiocb.errors import AiocbError
 
     quieten()
@@ -42,7 +42,7 @@ def main() -> NoReturn:
         if isinstance(cause, BrokenPipeError):
             # The reader (`| head`) has left. Python would complain about it once more when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        else:
+        elif not is_silent():
             print(f"aiocb: {one_line(str(cause)) or type(cause).__name__}", file=sys.stderr)
         raise SystemExit(1) from None
     if code == INTERRUPTED:

@@ -11,7 +11,7 @@ import typer
 
 from aiocb.bench.cli import app as bench
 from aiocb.bench.options import Model, spread
-from aiocb.cli.terminal import ModelOptions
+from aiocb.cli.terminal import ModelOptions, follow, is_silent
 
 __all__ = ["app"]
 
@@ -75,6 +75,8 @@ def chat(
     _debug: Debug = False,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer, Ctrl-D leaves, /help shows the rest."""
+    if is_silent():
+        raise typer.Exit(follow(model))
     from aiocb.cli.chat import Chat
 
     sampling = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens, "seed": seed}
@@ -103,6 +105,8 @@ def run(
     _debug: Debug = False,
 ) -> None:
     """Answer several prompts at once, each in its own column."""
+    if is_silent():
+        raise typer.Exit(follow(model))
     from aiocb.cli.run import Column, Run
 
     texts = prompts if prompts else _lines()
@@ -124,6 +128,8 @@ def run(
 @spread
 def info(model: DefaultModel, _debug: Debug = False) -> None:
     """Load a model and show what was chosen for it, and why."""
+    if is_silent():
+        raise typer.Exit(follow(model))
     from aiocb.cli.info import show_info
 
     show_info(model)

@@ -27,6 +27,9 @@ __all__ = [
     "Run",
     "build_engine",
     "context_len",
+    "follow",
+    "is_silent",
+    "num_processes",
     "on_interrupt",
     "one_line",
     "open_engine",
@@ -94,6 +97,11 @@ def build_engine(options: ModelOptions, progress: Callable[[str, float], None] |
     """Return the engine for the options; nothing is loaded yet."""
     import aiocb
 
+    extra: dict[str, Any] = {}
+    if options.trust_remote_code:
+        extra["trust_remote_code"] = True
+    if num_processes() > 1:
+        extra["distributed_config"] = aiocb.DistributedConfig()
     return aiocb.Engine.from_pretrained(
         options.model,
         config=aiocb.EngineConfig(num_threads=options.threads),
@@ -101,8 +109,36 @@ def build_engine(options: ModelOptions, progress: Callable[[str, float], None] |
         device=options.device,
         quantization="int8" if options.int8 else None,
         progress=progress,
-        **({"trust_remote_code": True} if options.trust_remote_code else {}),
+        **extra,
     )
+
+
+def num_processes() -> int:
+    """How many processes `torchrun` has started for this program; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_silent() -> bool:
+    """True where another of these processes takes the prompts and prints."""
+    return num_processes() > 1 and os.environ.get("RANK", "0") != "0"
+
+
+def follow(options: ModelOptions) -> int:
+    """Run this process's share of the model until the process that prints has ended; return the exit code.
+
+    Ctrl-C reaches all processes; what it means, that one decides.
+
+    Raises:
+        ConfigError: the model cannot be loaded.
+    """
+
+    async def main() -> None:
+        async with build_engine(options, None):
+            pass
+
+    with on_interrupt(lambda: None):
+        asyncio.run(main())
+    return 0
 
 
 class Run(Protocol):

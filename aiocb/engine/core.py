@@ -35,6 +35,9 @@ logger = logging.getLogger("aiocb")
 Command = tuple[Callable[["EngineCore", Any], None], Any]
 """What goes into the inbox: a method of the core and its argument."""
 
+Hold = Callable[[Callable[[], None]], None]
+"""Calls back when the model may be used outside the steps."""
+
 
 class EngineCore:
     """Owns the requests, the scheduler and, while it lives, the runner; everything happens in `step()`.
@@ -47,6 +50,7 @@ class EngineCore:
         clock: seconds, monotone.
         random_source: draws the seeds of requests that bring none.
         debug_checks: check every invariant after every step.
+        hold: asks other processes that run the model, too; None where there are none.
 
     Attributes:
         delivery: the streams and what is on its way to them.
@@ -64,6 +68,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         random_source: random.Random | None = None,
         debug_checks: bool = False,
+        hold: Hold | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
@@ -77,6 +82,7 @@ class EngineCore:
         self._request_ids = request_ids or itertools.count(1)
         self._random = random_source or random.Random()
         self._debug_checks = debug_checks
+        self._hold: Hold = hold or (lambda acknowledge: acknowledge())
         self._flights: deque[tuple[StepPlan, Handle]] = deque()
         self._retracted: list[Update] = []
         self._num_received = 0
@@ -265,7 +271,7 @@ class EngineCore:
         """Stop stepping (commands are still applied, deadlines still hold) and tell so. Pauses nest."""
         self._num_pauses += 1
         self._land()
-        acknowledge()
+        self._hold(acknowledge)
 
     def unpause(self, _: None) -> None:
         """End one pause. After the last one the weights may have changed: what was cached is computed anew."""

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from aiocb.config import Choice, EngineConfig
+from aiocb.config import Choice, DistributedConfig, EngineConfig
 from aiocb.engine.batch import CompletionIterator, run_batch
 from aiocb.engine.bridge import Signal
 from aiocb.engine.core import EngineCore
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from transformers import GenerationConfig
+    from transformers.distributed.configuration_utils import DistributedConfig as TransformersConfig
 
     from aiocb.options import RequestOptions, StreamOptions
 
@@ -94,6 +95,7 @@ class Engine:
         dtype: Any = "auto",
         device: Any = None,
         quantization: Literal["int8"] | None = None,
+        distributed_config: DistributedConfig | TransformersConfig | None = None,
         progress: Progress | None = None,
         drain: float | None = 0.0,
         **options: Any,
@@ -106,6 +108,9 @@ class Engine:
             dtype: a torch dtype, its name, or `"auto"`.
             device: where to put the model; None chooses.
             quantization: `"int8"` for 8-bit weights in the native CPU kernels.
+            distributed_config: spreads the model over the processes that `torchrun` has started: a `DistributedConfig`,
+                or transformers' own. Every process makes and enters the engine; rank 0 takes the requests, on the
+                others `async with` ends when it does there.
             progress: called as `progress(stage, fraction)` in the worker thread while the model is loaded.
             drain: as for the constructor.
             options: passed on to transformers' `from_pretrained` (revision, trust_remote_code, ...).
@@ -119,7 +124,15 @@ class Engine:
             wanted = ", ".join(f"{name}={options[name]!r}" for name in settings)
             raise ConfigError(f"{', '.join(settings)}: settings of the engine; pass config=EngineConfig({wanted})")
         request = ModelRequest(
-            config or EngineConfig(), name_or_path, None, dtype, device, quantization, progress, options
+            config or EngineConfig(),
+            name_or_path,
+            None,
+            dtype,
+            device,
+            quantization,
+            progress,
+            options,
+            distributed=distributed_config,
         )
         engine._init(PretrainedSource(request), config, drain)
         return engine
@@ -197,7 +210,8 @@ class Engine:
         with self._lock:
             session = self._holders.leave()
         if session is not None:
-            await session.shutdown(self._drain if exc_type is None else 0.0)
+            is_failing = exc_type is not None
+            await session.shutdown(0.0 if is_failing else self._drain, leaves_others=is_failing)
 
     async def aclose(self, drain: float | None = 0.0) -> None:
         """Close, whoever has entered: refuse new requests, finish open ones for `drain` seconds, end the rest.
@@ -253,6 +267,7 @@ class Engine:
 
         Raises:
             InvalidRequest: an unknown parameter, or one that can be seen to be wrong without the model.
+            EngineError: rank 0 of several processes takes the requests, and this is another one.
         """
         spec = StreamSpec(
             take_prompt(prompt),
@@ -270,6 +285,8 @@ class Engine:
             take_values("chat_template_kwargs", chat_template_kwargs),
         )
         spec.check()
+        if self._session is not None:
+            self._session.raise_if_following()
         return Stream(self, spec)
 
     @overload
@@ -447,6 +464,14 @@ class Engine:
         """The tokenizer, or None."""
         session = self._session
         return None if session is None or session.text is None else session.text.tokenizer
+
+    @property
+    def rank(self) -> int:
+        """Of this process among those that run the model together, once the engine has been entered; 0 takes the
+        requests, and is all there is in one process.
+        """
+        session = self._session
+        return 0 if session is None else session.rank
 
     @property
     def max_request_tokens(self) -> int:

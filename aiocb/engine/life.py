@@ -17,7 +17,7 @@ from aiocb.engine.core import EngineCore
 from aiocb.engine.limits import make_scheduler
 from aiocb.engine.room import Room
 from aiocb.engine.worker import Worker
-from aiocb.errors import EngineClosed
+from aiocb.errors import EngineClosed, EngineError
 
 if TYPE_CHECKING:
     from aiocb.engine.core import Command
@@ -41,6 +41,7 @@ class Life:
 
     Attributes:
         limits, text, choices: of the runner, once there is one.
+        rank: of this process among those that run the model together; 0 decides, and takes the requests.
         room: of the bounded queue.
     """
 
@@ -50,6 +51,7 @@ class Life:
         self.limits: Limits | None = None
         self.text: TextProcessor | None = None
         self.choices: list[Choice] = []
+        self.rank = 0
         self.room = Room(config.max_queue_size)
         self.worker = Worker(self._open, self._close, source.interrupt)
         self._number = number
@@ -74,13 +76,23 @@ class Life:
             request_ids=self.source.request_ids,
             random_source=random.Random(self.config.seed) if self.config.seed is not None else None,
             debug_checks=self.config.debug_checks,
+            hold=None if built.parallel is None else built.parallel.hold,
         )
+        if built.parallel is not None:
+            self.rank = built.parallel.rank
+            built.parallel.begin(lambda error: core.inbox.put((self._end, error)))
         for choice in self.choices:
             logger.info("%s = %s (%s)", choice.name, choice.value, choice.reason)
         if self.config.freeze_gc:
             gc.collect()
             gc.freeze()
         return core
+
+    def _end(self, _core: EngineCore, error: BaseException | None) -> None:
+        """Another process has ended this life: rank 0, orderly, or one that is lost."""
+        if error is not None:
+            raise error
+        self.worker.stop()
 
     def _close(self) -> None:
         built, self._built = self._built, None
@@ -108,6 +120,11 @@ class Life:
         """Hand a command to the core; safe in destructors and in any thread."""
         self.worker.put(command)
 
+    @property
+    def follows(self) -> bool:
+        """True where another process decides what is run, and takes the requests."""
+        return self.rank > 0
+
     def raise_if_foreign(self) -> None:
         """Refuse to be used in a forked process.
 
@@ -119,6 +136,15 @@ class Life:
                 f"the engine was running when process {self._process} forked this one, {os.getpid()}, where it has no "
                 "worker: make the engine here, or fork before it is entered"
             )
+
+    def raise_if_following(self) -> None:
+        """Refuse a request where another process takes them.
+
+        Raises:
+            EngineError: this is not rank 0.
+        """
+        if self.follows:
+            raise EngineError("this process runs what rank 0 decides and takes no requests: submit them on rank 0")
 
     def raise_if_unusable(self) -> None:
         """Refuse a submission while the engine cannot serve.

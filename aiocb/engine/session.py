@@ -105,17 +105,23 @@ class Session(Life):
                 bridge.fail_waiting(self.worker.make_end_error)
         self.exited.set()
 
-    async def shutdown(self, drain: float | None) -> None:
-        """Refuse, drain to a deadline, abort the rest, join.
+    async def shutdown(self, drain: float | None, *, leaves_others: bool = False) -> None:
+        """Refuse, drain to a deadline, abort the rest, join. Where rank 0 is another process, wait for it to do so.
 
         Args:
             drain: seconds; None is without a bound, 0 aborts at once.
+            leaves_others: end here, whatever other processes do, which cannot go on then.
+
+        Raises:
+            EngineDead: it was followed, and has not ended orderly.
         """
         worker = self.worker
         if self.is_foreign:
             return  # its thread belongs to another process, which will end it
         try:
-            if worker.state in ("running", "draining") and drain != 0:
+            if self.follows and not leaves_others:
+                await self.exited.wait()
+            elif worker.state in ("running", "draining") and drain != 0:
                 worker.drain(lambda: None)
                 with anyio.move_on_after(drain):
                     await self.encoder.submit(int)  # what has begun before is in line, or with the worker, then
@@ -142,6 +148,8 @@ class Session(Life):
             with anyio.move_on_after(_ENCODER_EXIT_S, shield=True):
                 await self.encoder.exited.wait()
                 self.encoder.join(_ENCODER_EXIT_S)
+        if self.follows and not leaves_others and worker.state == "dead":
+            raise worker.make_dead_error()
 
     @property
     def num_wakeups(self) -> int:
@@ -156,6 +164,7 @@ class Session(Life):
         Raises:
             EngineClosed, EngineDead: the engine cannot serve.
         """
+        self.raise_if_following()
         self.raise_if_unusable()
         limits, text = self.limits, self.text
         assert limits is not None and text is not None

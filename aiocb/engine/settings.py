@@ -13,10 +13,7 @@ __all__ = ["refuse_unbuilt", "without_unbuilt"]
 
 logger = logging.getLogger("aiocb")
 
-_UNBUILT = (
-    "cpu_group_timeout",
-    "per_request_processors",
-)
+_UNBUILT = ("per_request_processors",)
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(EngineConfig)}
 
 

@@ -13,7 +13,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import EngineClosed, EngineError
@@ -21,6 +21,10 @@ from aiocb.model.request import ModelRequest
 from aiocb.sampling_params import ModelDefaults
 from aiocb.step import Runner
 from aiocb.text.processor import TextProcessor
+
+if TYPE_CHECKING:
+    from aiocb.model.eager.parallel import ParallelRunner
+    from aiocb.model.request import Opened
 
 __all__ = ["Built", "LoadedSource", "PretrainedSource", "Progress", "RunnerSource", "Source"]
 
@@ -30,12 +34,17 @@ Progress = Callable[[str, float], None]
 
 @dataclass(slots=True)
 class Built:
-    """A runner that is ready to step, and what belongs to it."""
+    """A runner that is ready to step, and what belongs to it.
+
+    Attributes:
+        parallel: the runner, where several processes run the model together.
+    """
 
     runner: Runner
     text: TextProcessor
     defaults: ModelDefaults
     choices: list[Choice] = field(default_factory=list)
+    parallel: ParallelRunner | None = None
 
 
 class Source(ABC):
@@ -53,6 +62,7 @@ class Source(ABC):
         self.request_ids = itertools.count(1)
         self._changed = threading.Condition()
         self._holder: object | None = None
+        self._is_lost = False
 
     def lease(self, config: EngineConfig, life: object, is_over: Callable[[], bool]) -> Built:
         """Wait until nobody has the runner, build it if it is not there, and let a life have it.
@@ -76,6 +86,10 @@ class Source(ABC):
                     f"{self._holder} still has the model after {config.start_timeout:g} s (start_timeout): end its "
                     "requests or close it with a shorter drain, then enter again"
                 )
+            if self._is_lost:
+                raise EngineError(
+                    "the processes that ran this model together have lost each other: start all of them anew"
+                )
             self._holder = life
         try:
             return self._open(config)
@@ -87,6 +101,7 @@ class Source(ABC):
         """The life that has the runner is over; `is_dead`: a step has raised, the runner cannot be trusted."""
         try:
             if is_dead:
+                self._is_lost = built.parallel is not None
                 self._discard(built)
             else:
                 built.runner.release()
@@ -122,6 +137,10 @@ class Source(ABC):
         built.runner.close()
 
 
+def _built(opened: Opened, text: TextProcessor) -> Built:
+    return Built(opened.runner, text, opened.defaults, list(opened.choices), opened.parallel)
+
+
 class PretrainedSource(Source):
     """A model by name or path, loaded on the first lease and kept."""
 
@@ -136,7 +155,7 @@ class PretrainedSource(Source):
 
             opened = open_model(dataclasses.replace(self._request, config=config))
             self.model = opened.model
-            self._kept = Built(opened.runner, TextProcessor(opened.tokenizer), opened.defaults, list(opened.choices))
+            self._kept = _built(opened, TextProcessor(opened.tokenizer))
         return self._kept
 
     def _close(self, built: Built) -> None:
@@ -163,7 +182,7 @@ class LoadedSource(Source):
         from aiocb.model.open import open_model
 
         opened = open_model(ModelRequest(config, model=self.model))
-        return Built(opened.runner, self._text, opened.defaults, list(opened.choices))
+        return _built(opened, self._text)
 
 
 class RunnerSource(Source):

@@ -27,6 +27,14 @@ def open_model(request: ModelRequest) -> Opened:
     Raises:
         ConfigError: the model cannot be loaded or run, or a setting cannot work with it.
     """
+    if request.distributed is not None or getattr(request.model, "_device_mesh", None) is not None:
+        from aiocb.model.eager.parallel import open_parallel
+
+        return open_parallel(request, _open_here)
+    return _open_here(request)
+
+
+def _open_here(request: ModelRequest) -> Opened:
     from aiocb.model.native import build as native
 
     if request.quantization not in (None, "int8"):

@@ -244,6 +244,8 @@ def probe_ids(model: Any, length: int, seed: int = 0) -> list[int]:
     embedding = model.get_input_embeddings()
     rows = getattr(embedding, "num_embeddings", None) or getattr(config, "vocab_size", None) or 4
     weight = getattr(embedding, "weight", None)
+    if hasattr(weight, "full_tensor"):  # spread over processes, which have to find the same ids
+        weight = _Rows(embedding)
     ids: list[int] = []
     candidate, attempts = 17 + 101 * seed, 0
     while len(ids) < length:
@@ -253,6 +255,18 @@ def probe_ids(model: Any, length: int, seed: int = 0) -> list[int]:
         if is_usable or rows < 16 or attempts > 1000:
             ids.append(token)
     return ids
+
+
+class _Rows:
+    """Rows of an embedding, as it gives them."""
+
+    def __init__(self, embedding: Any) -> None:
+        self._embedding = embedding
+
+    def __getitem__(self, token: int) -> Tensor:
+        weight = self._embedding.weight
+        row: Tensor = self._embedding(torch.tensor([token], device=weight.device))[0]
+        return row
 
 
 def relative_error(expected: Tensor, actual: Tensor) -> float:

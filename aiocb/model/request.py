@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.config import Choice, EngineConfig
 from aiocb.sampling_params import ModelDefaults
-from aiocb.step import Runner
+from aiocb.step import CacheLayout, Runner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from aiocb.model.eager.parallel import ParallelRunner
     from aiocb.model.load.hub import Found, Progress
     from aiocb.model.native.families import ModelDescription
     from aiocb.sampling.sampler import Sampler
@@ -38,6 +39,8 @@ class ModelRequest:
         quantization: "int8" for 8-bit weights, or None for the weights as they are.
         progress: called with a stage and the fraction of it that is done.
         sampler: None makes one that suits the runner.
+        distributed: over how many processes it is to be spread: our `DistributedConfig`, or transformers'; None is one.
+        agree: makes of a layout of the cache that this process has room for one that all have room for.
     """
 
     config: EngineConfig
@@ -49,6 +52,8 @@ class ModelRequest:
     progress: Progress | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     sampler: Sampler | None = None
+    distributed: Any = None
+    agree: Callable[[CacheLayout], CacheLayout] | None = None
 
     @property
     def is_owned(self) -> bool:
@@ -108,6 +113,7 @@ class Opened(NamedTuple):
         tokenizer: None when there is none.
         choices: what was decided on the way, with reasons.
         model: the transformers module, or None where the runner has taken its weights over.
+        parallel: the runner, where it is one of several processes' that run the model together.
     """
 
     runner: Runner
@@ -115,3 +121,4 @@ class Opened(NamedTuple):
     tokenizer: Any
     choices: tuple[Choice, ...]
     model: Any
+    parallel: ParallelRunner | None = None

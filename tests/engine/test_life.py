@@ -120,7 +120,6 @@ async def test_settings_among_the_options_are_refused_before_anything_starts() -
         {"varlen_compile_config": {"mode": "default"}},
         {"decode_compile_config": {"dynamic": True}},
         {"max_blocks_per_request": 4},
-        {"cpu_group_timeout": 10.0},
         {"per_request_processors": False},
     ],
     ids=lambda setting: next(iter(setting)),

@@ -93,12 +93,13 @@ ELSEWHERE = {
     "native": "model/test_parts.py::test_native_that_cannot_be",
     "freeze_gc": "engine/test_lives.py::test_every_life_says_once_what_it_chose",
     "start_timeout": "engine/test_lives.py::test_who_waits_too_long_is_told_for_whom",
+    "cpu_group_timeout": "parallel/test_processes.py::test_a_process_that_is_lost_ends_all_streams",
     "hang_timeout": "engine/test_life.py::test_a_step_that_wedges_is_seen",
     # Observed through the interface of transformers, for which they are there.
     "auto_switch_to_flash": "compat/test_generate_batch.py::test_attention_is_kept_when_asked",
     "drop_unsupported_processors": "compat/test_generate_batch.py::test_what_cannot_be_honoured",
 }
-REFUSED: dict[str, Any] = {"cpu_group_timeout": 5.0, "per_request_processors": False}
+REFUSED: dict[str, Any] = {"per_request_processors": False}
 OF_ACCELERATORS: dict[str, Any] = {
     "use_cuda_graph": True,
     "q_padding_interval_size": 32,

@@ -143,7 +143,8 @@ def generate_batch(
 
     Returns:
         Results by request id, in the order of `inputs`, the further samples of a prompt right after its first. Every
-        request is there; one that failed has the status `FAILED` and an `error`.
+        request is there; one that failed has the status `FAILED` and an `error`. Of a model in several processes rank
+        0 returns all results, and the others, when it has them, none.
 
     Raises:
         ConfigError: a setting cannot work.
@@ -164,6 +165,8 @@ def generate_batch(
         persistent_manager=persistent_manager,
         warmup=warmup,
     ) as manager:
+        if manager.follows:
+            return {}
         tickets = manager.tickets(prompts, False, record_timestamps, kwargs, config=generation_config, sink=done.put)
         names = [reply.request_id for ticket in tickets for reply in ticket.replies]
         if not manager.submit(tickets, None):

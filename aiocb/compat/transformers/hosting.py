@@ -57,7 +57,14 @@ def engine_config(
     if not config.auto_switch_to_flash:
         implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
         attention = _TORCH_BACKENDS.get(implementation or "")
-    return without_unbuilt(EngineConfig.from_transformers(config, attention=attention), device_type)
+    settings = without_unbuilt(EngineConfig.from_transformers(config, attention=attention), device_type)
+    if getattr(model, "_device_mesh", None) is None:
+        return settings
+    from aiocb.model.eager.sharding import asked_of_one, for_several
+
+    for name in asked_of_one(settings):
+        logger.warning("%s=%r has no effect on a model in several processes", name, getattr(settings, name))
+    return for_several(settings, drop=True)
 
 
 def with_hints(config: EngineConfig, hints: Any) -> EngineConfig:

@@ -31,7 +31,7 @@ from aiocb.compat.transformers.router import Router
 from aiocb.compat.transformers.session import ThreadSession, Ticket
 from aiocb.engine.core import EngineCore
 from aiocb.engine.slot import End
-from aiocb.errors import InvalidRequest
+from aiocb.errors import EngineError, InvalidRequest
 
 if TYPE_CHECKING:
     from aiocb.config import EngineConfig
@@ -92,6 +92,12 @@ class Lifecycle:
         """True in a process that was forked from the one in which the session runs."""
         session = self.session
         return session is not None and session.is_foreign
+
+    @property
+    def follows(self) -> bool:
+        """True where another process takes the requests and gives the results."""
+        session = self.session
+        return session is not None and session.follows
 
     def raise_if_foreign(self) -> None:
         """Refuse to be used in a forked process.
@@ -316,8 +322,9 @@ class Lifecycle:
     def _prepare(self, session: ThreadSession, ticket: Ticket) -> Prepared | None:
         """Check a request; one that cannot run has ended."""
         try:
+            session.raise_if_following()
             return session.prepare(ticket)
-        except InvalidRequest as error:
+        except (InvalidRequest, EngineError) as error:
             self.fail(ticket, error)
             return None
 
@@ -334,7 +341,7 @@ class Lifecycle:
         if self._keeps_session:
             session.hold()
             self._set_state("stopped")
-        else:
+        elif not session.follows:  # else rank 0 ends it
             session.worker.stop(_stop_error)
 
     def _exited(self, session: ThreadSession) -> None:

@@ -133,6 +133,11 @@ class ContinuousBatchingManager:
         """True from `start` until the last request of a stopped session has ended."""
         return self._life.is_running()
 
+    @property
+    def follows(self) -> bool:
+        """True where another process takes the requests and gives the results: on all ranks but 0."""
+        return self._life.follows
+
     def describe(self) -> list[Choice]:
         """What was decided at start, and why; empty before the manager has run. The start logs it, at INFO."""
         session = self._session

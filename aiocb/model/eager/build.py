@@ -24,6 +24,8 @@ def plan(request: ModelRequest, material: Material) -> Candidate | Refusal:
         return Refusal("native=True was asked for")
     sampler = request.sampler or Sampler(material.defaults.vocab_size, device=str(module.device))
     make = functools.partial(TorchRunner, module, config, sampler, max_model_len=material.max_model_len)
+    if request.agree is not None:  # steps of several processes are not recorded, nor overlapped
+        return Candidate(functools.partial(make, agree=request.agree))
     accelerator = Accelerator.of(module.device)
     if accelerator is not None:
         return Candidate(functools.partial(DeviceRunner, *make.args, **make.keywords, accelerator=accelerator))

@@ -11,7 +11,7 @@ Everything before the sampler is `ModelAdapter.run`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,7 @@ class TorchRunner(ImmediateRunner):
         sampler: called once per step.
         max_model_len: most tokens of a request.
         meter: measures steps; None takes that of the model's device, where there is one.
+        agree: makes of the layout that there is room for the one that is used.
 
     Attributes:
         max_batch_tokens: that the cache has left memory for; None where steps are not measured.
@@ -70,8 +71,10 @@ class TorchRunner(ImmediateRunner):
         *,
         max_model_len: int,
         meter: Meter | None = None,
+        agree: Callable[[CacheLayout], CacheLayout] | None = None,
     ) -> None:
         self._model = model
+        self._agree = agree
         self._adapter = ModelAdapter(model)
         self._linears: PackedLinears | None = None
         self._num_threads = config.num_threads
@@ -111,6 +114,8 @@ class TorchRunner(ImmediateRunner):
         reserved = {} if step is None else {f"a step of {step.max_tokens} tokens": step.num_bytes}
         layout, layout_choice = self._layout(config, page_size, states, reserved)
         layout, swap_choice = choose_swap(layout, config, is_on_host=adapter.device.type == "cpu")
+        if self._agree is not None:
+            layout = self._agree(layout)
         self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
         self._swap: SwapBuffer | None = None
         if layout.swap_places:

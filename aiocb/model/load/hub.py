@@ -222,6 +222,8 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def _choose_device(device: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, Choice]:
     import torch
 
+    if kwargs.get("distributed_config") is not None:
+        return None, Choice("device", "one per process", "the model is spread over several")
     device_map = kwargs.get("device_map")
     if device_map is not None:
         for place in device_map.values() if isinstance(device_map, dict) else (device_map,):
