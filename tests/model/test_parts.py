@@ -206,7 +206,8 @@ class TestBuild:
 
     def test_torch_runner_with_the_real_sampler(self) -> None:
         model = tiny("qwen2")
-        runner, _, _, choices, _ = open_module(model, EngineConfig(native=False, num_blocks=64))
+        opened = open_module(model, EngineConfig(native=False, num_blocks=64))
+        runner, choices = opened.runner, opened.choices
         scheduler = ManualScheduler(runner)
         for index in range(3):
             scheduler.add(prompt(9 + index), 6)
