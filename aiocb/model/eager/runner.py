@@ -230,6 +230,7 @@ class TorchRunner(ImmediateRunner):
         if plan.closed:
             self._sampler.forget()
         if not plan.entries:
+            self._copy_states((*plan.states_before, *plan.states_after))
             return StepResult(())
         result = run_in_memory(self._adapter.device, self._compute, plan, records)
         self._records.finish(records, result)
