@@ -110,7 +110,7 @@ class RequestMetrics:
         queue_s: from submission to the first step that ran it.
         time_to_first_token_s: from submission to the first token.
         total_s: from submission to the end.
-        num_preemptions: how often its cache was given back and recomputed.
+        num_preemptions: how often it gave its cache back, to be recomputed or copied in again.
     """
 
     queue_s: float | None
