@@ -270,3 +270,16 @@ async def test_a_model_whose_weights_were_taken_over_is_none(library: Library, t
                 assert (paused is None) is native
             after = await engine.generate([5, 6, 7], max_new_tokens=8, temperature=0.0, ignore_eos=True)
             assert after.token_ids == before.token_ids
+
+
+@pytest.mark.asyncio
+async def test_it_starts_whatever_the_default_type_of_torch_is() -> None:
+    model, before = make("llama"), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        async with aiocb.Engine(model, config=aiocb.EngineConfig(num_blocks=8)) as engine:
+            runner = {choice.name: choice for choice in engine.describe()}["runner"]
+            await engine.generate(PROMPTS[0], temperature=0.0, max_new_tokens=3, logprobs=1)
+    finally:
+        torch.set_default_dtype(before)
+    assert runner.value == "native", runner.reason

@@ -65,3 +65,18 @@ def test_tokens_one_by_one_give_what_chunks_give(scans: Scans, name: str) -> Non
 def test_rows_of_one_token_must_come_first() -> None:
     with pytest.raises(ValueError, match="come first"):
         packed_rows((2, 1), (1, 2), (True, True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_default_type_of_torch_does_not_matter(scans: Scans, name: str) -> None:
+    case, rows = CASES[name](), packed_rows()
+    expected, state = case.state.clone(), case.state.clone()
+    out = case.run(scans, expected, rows)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of the whole process: whoever loads another model may set it any moment
+    try:
+        found = case.run(scans, state, rows)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == out.dtype
+    assert torch.equal(found, out) and torch.equal(state, expected)

@@ -139,7 +139,7 @@ def _set_frequencies(model: Any, file: GgufFile) -> None:
                 f"and rope_freqs.weight has {len(factors or ())} factors"
             )
         if factors is not None:
-            rotary.inv_freq = rotary.inv_freq / torch.tensor(factors)
+            rotary.inv_freq = rotary.inv_freq / torch.tensor(factors, dtype=torch.float32)
 
 
 def _write(model: Any, file: GgufFile, scratch: Path, weights_name: str) -> None:

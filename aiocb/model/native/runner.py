@@ -118,7 +118,7 @@ class NativeRunner(ImmediateRunner):
     def logits(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> Tensor:
         """Run the step without sampling: writes keys and values; returns logits [N, V]."""
         step = self._step(entries, records, frozenset(range(len(entries))))
-        logits = torch.empty(step.num_logits, self.vocab_size)
+        logits = torch.empty(step.num_logits, self.vocab_size, dtype=torch.float32)
         self.native.step(step.arguments(logits.data_ptr()))
         return logits
 

@@ -145,7 +145,7 @@ class NativeScans:
             {"input": inputs, "steps": steps, "write": write, "read": read},
             {"rates": _floats(rates), "skip": _floats(skip), "bias": _floats(bias)},
         )
-        out = torch.empty(inputs.shape)
+        out = torch.empty(inputs.shape, dtype=torch.float32)
         call = SelectiveHeadsCall(
             num_heads=inputs.shape[1],
             num_groups=write.shape[1],
@@ -186,7 +186,7 @@ class NativeScans:
             {"input": inputs, "steps": steps, "write": write, "read": read},
             {"rates": _floats(rates), "skip": _floats(skip), "bias": _floats(bias)},
         )
-        out = torch.empty(inputs.shape)
+        out = torch.empty(inputs.shape, dtype=torch.float32)
         call = SelectiveChannelsCall(
             num_channels=inputs.shape[1],
             state_size=write.shape[1],
