@@ -177,3 +177,13 @@ def test_bf16_within_the_noise_of_the_module(case: str) -> None:
     kept = Kept(half, EngineConfig(num_blocks=64, native=False), argmax_sampler, max_model_len=500)
     run(kept, prompt(70), chunk=32, num_new=1)
     assert (rows[-1][-1] - truth).square().mean().sqrt() < 1.5 * noise
+
+
+def test_modules_of_somebody_elses_are_left_alone() -> None:
+    class Own(torch.nn.Linear):
+        __module__ = "__main__"  # a name without a dot, as of any script
+
+    model = tiny("bloom")
+    layer: Any = model.get_submodule("transformer.h.0.mlp")
+    layer.dense_h_to_4h.__class__ = Own
+    build(model).close()

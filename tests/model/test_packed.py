@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aiocb.config import EngineConfig
-from aiocb.model.eager import packed
+from aiocb.model.eager import scans
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.packed import PackedStates, scan_packed
 from aiocb.model.eager.recurrence import PackedRows, TorchScans
@@ -200,4 +200,4 @@ def test_the_library_is_where_its_decorators_are() -> None:
     from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
     assert hasattr(Lfm2ShortConv.forward, "__wrapped__")
-    assert Lfm2ShortConv.forward.__code__.co_filename.startswith(packed._LIBRARY)
+    assert Lfm2ShortConv.forward.__code__.co_filename.startswith(scans._LIBRARY)

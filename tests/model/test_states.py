@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -212,6 +214,25 @@ def test_a_scan_goes_on_from_any_state() -> None:
         outputs.append(output)
     torch.testing.assert_close(torch.cat(outputs, -1), whole)
     torch.testing.assert_close(state, last)
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_a_wrapped_scan_that_could_not_go_on_is_refused(name: str, is_bound: bool) -> None:
+    model = tiny(name, **STATES[name])
+    runner = build(model)
+    module: Any = next(m for m in model.modules() if type(m).__name__ in ("MambaMixer", "JambaMambaMixer"))
+    own = module.forward
+
+    @functools.wraps(own.__func__)
+    def doubled(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs) * 2
+
+    module.forward = MethodType(doubled, module) if is_bound else functools.partial(doubled, module)
+    # The self-check, which would see it, is over.
+    with pytest.raises(ConfigError, match=f"forward of {type(module).__name__} is wrapped"):
+        runner.reload_weights()
+    runner.close()
 
 
 class TestRows:

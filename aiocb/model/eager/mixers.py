@@ -179,8 +179,12 @@ def _or_none(found: list[_Dims]) -> _Dims:
 
 
 def split(mixer: Mixer) -> None:
-    """Call the mixer in the parts of a step, from now on; hooks run around the whole of it as before."""
-    module, own = mixer.module, continued(mixer.module.forward)
+    """Call the mixer in the parts of a step, from now on; hooks run around the whole of it as before.
+
+    Raises:
+        NotPlainError: it cannot be called so.
+    """
+    module, own = mixer.module, continued(mixer.module)
     (args_dims, kwargs_dims), result_dims = mixer.arguments, mixer.result
     # Some modules look at the name of their attention before they hide anything.
     attends = functools.partial(_named, module.config, "eager") if mixer.attends else nullcontext

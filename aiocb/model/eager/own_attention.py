@@ -179,8 +179,9 @@ _TABLE = {
 def _known(module: nn.Module) -> OwnAttention | None:
     """Return the class's row, unless somebody has patched the module."""
     kind = type(module)
-    *package, folder, file = kind.__module__.split(".")
-    if package != ["transformers", "models"] or file != f"modeling_{folder}" or "forward" in module.__dict__:
+    package, _, file = kind.__module__.rpartition(".")
+    library, _, folder = package.rpartition(".")
+    if library != "transformers.models" or file != f"modeling_{folder}" or "forward" in module.__dict__:
         return None
     return _TABLE.get(f"{folder}.{kind.__qualname__}")
 

@@ -14,26 +14,24 @@ Legend: T packed tokens, C channels, H heads, N size of a state.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from aiocb.model.eager.handlers import AttentionCall, Handler
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.passes import current, entered
 from aiocb.model.eager.recurrence import ConvolutionWeights, PackedRows, Scans
+from aiocb.model.eager.scans import plain_forward
 from aiocb.model.eager.states import StateKey, StateStorage
 
 __all__ = ["PackedStates", "scan_packed"]
 
 _CONVOLUTION = "causal_conv1d_fn"
-_LIBRARY = os.path.dirname(transformers.__file__)
 
 
 class PackedStates(Handler):
@@ -236,7 +234,7 @@ def scan_packed(module: nn.Module, own: Any, kinds: set[str]) -> str:
     Returns:
         Why this cannot be done; nothing was changed then. Empty where it was.
     """
-    plain = _unwrapped(own.__func__) if isinstance(own, MethodType) else None
+    plain = plain_forward(own)
     if plain is None:
         return f"the forward of {type(module).__name__} is wrapped"
     used = [scan for scan in _SCANS if scan in plain.__code__.co_names]
@@ -259,12 +257,3 @@ def scan_packed(module: nn.Module, own: Any, kinds: set[str]) -> str:
 
     module.__dict__["forward"] = forward
     return ""
-
-
-def _unwrapped(function: Any) -> FunctionType | None:
-    """Return what the decorators of transformers are around; None where somebody else's are, too."""
-    while hasattr(function, "__wrapped__"):
-        if not function.__code__.co_filename.startswith(_LIBRARY):
-            return None
-        function = function.__wrapped__
-    return function if isinstance(function, FunctionType) else None

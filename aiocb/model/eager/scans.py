@@ -12,7 +12,8 @@ Legend: B rows, C channels, L tokens, N size of the state.
 
 from __future__ import annotations
 
-import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from types import FunctionType, MethodType
@@ -20,23 +21,41 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 
+from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.passes import current
 
-__all__ = ["continue_scan", "continued"]
+__all__ = ["continue_scan", "continued", "plain_forward"]
 
+_LIBRARY = os.path.dirname(transformers.__file__)
 _SCAN = "mamba_selective_scan"
 _MAX_VALUES = 1 << 24
 """Of decayed states that are held at once."""
 
 
-def continued(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a mixer's forward that goes on from the state of its requests, where its scan would forget it."""
-    if not isinstance(own, MethodType):
-        return own
-    plain = inspect.unwrap(own.__func__)
-    if not isinstance(plain, FunctionType) or _SCAN not in plain.__code__.co_names:
+def plain_forward(own: Any) -> FunctionType | None:
+    """Return what the decorators of transformers are around; None where somebody else's are, too."""
+    function = own.__func__ if isinstance(own, MethodType) else None
+    while hasattr(function, "__wrapped__"):
+        if not function.__code__.co_filename.startswith(_LIBRARY):
+            return None
+        function = function.__wrapped__
+    return function if isinstance(function, FunctionType) else None
+
+
+def continued(module: nn.Module) -> Callable[..., Any]:
+    """Return a mixer's forward that goes on from the state of its requests, where its scan would forget it.
+
+    Raises:
+        NotPlainError: somebody has wrapped a forward that may be such a one: what it calls cannot be changed.
+    """
+    own = module.forward
+    plain = plain_forward(own)
+    if plain is None and _SCAN in vars(sys.modules[type(module).__module__]):
+        raise NotPlainError(f"the forward of {type(module).__name__} is wrapped, and its scan forgets earlier chunks")
+    if plain is None or _SCAN not in plain.__code__.co_names:
         return own
     scan = plain.__globals__[_SCAN]
     # Without the state's users knowing: the function's own copy looks up our scan under the same name.
