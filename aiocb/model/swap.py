@@ -13,7 +13,7 @@ Legend: P places, n blocks of one move.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.kv import format_size, free_memory
+from aiocb.model.memory import is_out_of_memory
 from aiocb.step import BlockSwap, CacheLayout
 
 __all__ = ["SwapBuffer", "choose_swap"]
@@ -98,27 +99,53 @@ class SwapBuffer:
         """Copy blocks to places."""
         for group, moves in _by_group(swaps):
             for rows, buffer in self._pairs[group]:
-                blocks = torch.tensor([move.block for move in moves], device=rows.device)
-                gathered = rows.index_select(0, blocks)  # [n, ...]
-                for start, places in _runs(moves):
-                    into = buffer[places.start : places.stop]
-                    into.copy_(gathered[start : start + len(places)], non_blocking=True)
+                if not _is_done(_gather, rows, buffer, moves):
+                    for _, block, place in moves:
+                        buffer[place].copy_(rows[block], non_blocking=True)
 
     @torch.inference_mode()
     def swap_in(self, swaps: Iterable[BlockSwap]) -> None:
         """Copy places to blocks."""
         for group, moves in _by_group(swaps):
             for rows, buffer in self._pairs[group]:
-                blocks = torch.tensor([move.block for move in moves], device=rows.device)
-                gathered = torch.empty(len(moves), *rows.shape[1:], dtype=rows.dtype, device=rows.device)  # [n, ...]
-                for start, places in _runs(moves):
-                    into = gathered[start : start + len(places)]
-                    into.copy_(buffer[places.start : places.stop], non_blocking=True)
-                rows.index_copy_(0, blocks, gathered)
+                if not _is_done(_scatter, rows, buffer, moves):
+                    for _, block, place in moves:
+                        rows[block].copy_(buffer[place], non_blocking=True)
 
     def close(self) -> None:
         """Free the memory."""
         self._pairs = []
+
+
+def _gather(rows: Tensor, buffer: Tensor, moves: Sequence[BlockSwap]) -> None:
+    blocks = torch.tensor([move.block for move in moves], device=rows.device)
+    gathered = rows.index_select(0, blocks)  # [n, ...]
+    for start, places in _runs(moves):
+        buffer[places.start : places.stop].copy_(gathered[start : start + len(places)], non_blocking=True)
+
+
+def _scatter(rows: Tensor, buffer: Tensor, moves: Sequence[BlockSwap]) -> None:
+    blocks = torch.tensor([move.block for move in moves], device=rows.device)
+    gathered = torch.empty(len(moves), *rows.shape[1:], dtype=rows.dtype, device=rows.device)  # [n, ...]
+    for start, places in _runs(moves):
+        gathered[start : start + len(places)].copy_(buffer[places.start : places.stop], non_blocking=True)
+    rows.index_copy_(0, blocks, gathered)
+
+
+def _is_done(
+    move_all: Callable[[Tensor, Tensor, Sequence[BlockSwap]], None],
+    rows: Tensor,
+    buffer: Tensor,
+    moves: Sequence[BlockSwap],
+) -> bool:
+    """Move all at once; False where the memory for that is lacking: a swap counts, whatever becomes of its step."""
+    try:
+        move_all(rows, buffer, moves)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _places(rows: Tensor, count: int) -> Tensor:

@@ -85,6 +85,24 @@ class TestBuffer:
         buffer.swap_out(())
         buffer.close()
 
+    def test_without_memory_for_all_at_once_each_block_is_moved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+        keys = torch.arange(2 * 8 * 2.0).view(2, 8, 2)
+        before = keys.clone()
+        buffer = SwapBuffer([[keys.transpose(0, 1)]], (6,))
+        for name in ("index_select", "index_copy_"):
+            monkeypatch.setattr(torch.Tensor, name, fail)
+        buffer.swap_out([BlockSwap(0, 3, 1), BlockSwap(0, 5, 4)])
+        keys.zero_()
+        buffer.swap_in([BlockSwap(0, 2, 4), BlockSwap(0, 6, 1)])
+        assert torch.equal(keys[:, [2, 6]], before[:, [5, 3]]) and not keys[:, [0, 1, 3, 4, 5, 7]].any()
+
+    def test_other_failures_are_not_hidden(self) -> None:
+        with pytest.raises(IndexError):
+            SwapBuffer([[torch.zeros(4, 1)]], (2,)).swap_out([BlockSwap(0, 9, 0)])
+
     def test_what_cannot_be_had_is_said(self) -> None:
         with pytest.raises(ConfigError, match="lower cpu_offload_space"):
             SwapBuffer([[torch.zeros(2, 1 << 20)]], (1 << 40,))
