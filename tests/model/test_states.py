@@ -14,6 +14,7 @@ from torch import nn
 from aiocb.attention.base import KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.model.eager import slots
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.eager.scans import continue_scan
 from aiocb.model.eager.slots import choose_states, layout_without_keys
@@ -309,6 +310,13 @@ class TestSizes:
             assert self.choose(max_state_memory=0.0625, max_requests_per_batch=4, **off)[:2] == (1 + 4, 0)
         with pytest.raises(ConfigError, match="holds 64 states of 1.0 MiB, for 65 requests"):
             self.choose(max_state_memory=0.0625, max_requests_per_batch=65)
+
+    def test_more_requests_than_there_is_memory_for_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(slots, "free_memory", lambda: 80 << 20)
+        num_slots, _, told = self.choose(max_requests_per_batch=70)
+        assert num_slots == 1 + 70 and told["state_slots"].reason.endswith("what so many requests need")
+        with pytest.raises(ConfigError, match="states of 81 requests take 81.0 MiB, 1.0 MiB each, and 80.0 MiB"):
+            self.choose(max_requests_per_batch=81)
 
     def test_blocks_without_keys_are_free(self) -> None:
         layout, choice = layout_without_keys(16, EngineConfig(), 512)

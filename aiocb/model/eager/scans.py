@@ -37,7 +37,7 @@ _MAX_VALUES = 1 << 24
 
 def plain_forward(own: Any) -> FunctionType | None:
     """Return what the decorators of transformers are around; None where somebody else's are, too."""
-    function = own.__func__ if isinstance(own, MethodType) else None
+    function: Any = own.__func__ if isinstance(own, MethodType) else None
     while hasattr(function, "__wrapped__"):
         if not function.__code__.co_filename.startswith(_LIBRARY):
             return None
@@ -51,12 +51,13 @@ def continued(module: nn.Module) -> Callable[..., Any]:
     Raises:
         NotPlainError: somebody has wrapped a forward that may be such a one: what it calls cannot be changed.
     """
-    own = module.forward
+    own: Any = module.forward
     plain = plain_forward(own)
     if plain is None and _SCAN in vars(sys.modules[type(module).__module__]):
         raise NotPlainError(f"the forward of {type(module).__name__} is wrapped, and its scan forgets earlier chunks")
     if plain is None or _SCAN not in plain.__code__.co_names:
-        return own
+        as_it_is: Callable[..., Any] = own
+        return as_it_is
     scan = plain.__globals__[_SCAN]
     # Without the state's users knowing: the function's own copy looks up our scan under the same name.
     heads: list[Iterator[Tensor | None]] = [repeat(None)]

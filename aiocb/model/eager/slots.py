@@ -68,6 +68,14 @@ def choose_states(
             f"max_state_memory={config.max_state_memory:g} GiB holds {room} states of {format_size(slot_bytes)}, for "
             f"{num_requests} requests at once; raise it, or lower max_requests_per_batch"
         )
+    if room < num_requests:
+        free, needed = _free(device), num_requests * slot_bytes
+        if needed > free:
+            raise ConfigError(
+                f"the states of {num_requests} requests take {format_size(needed)}, {format_size(slot_bytes)} each, "
+                f"and {format_size(free)} of memory are free; lower max_requests_per_batch"
+            )
+        bound = "what so many requests need"
     num_snapshots = 0
     if interval and config.allow_block_sharing:
         num_snapshots = min(max(room - num_requests, 0), SNAPSHOTS_PER_REQUEST * num_requests)
@@ -109,9 +117,12 @@ def _budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     """Return the bytes that states may take, and the reason."""
     if config.max_state_memory is not None:
         return int(config.max_state_memory * (1 << 30)), f"max_state_memory={config.max_state_memory:g}"
-    is_cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if is_cuda else free_memory()
+    is_cuda, free = device.type == "cuda", _free(device)
     share = GPU_SHARE if is_cuda else CPU_SHARE
     if not is_cuda and int(free * share) > CPU_MAX_BYTES:
         return CPU_MAX_BYTES, f"bounded by {format_size(CPU_MAX_BYTES)}"
     return int(free * share), f"bounded by {share:.0%} of {format_size(free)} free memory"
+
+
+def _free(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
