@@ -51,14 +51,13 @@ def continued(module: nn.Module) -> Callable[..., Any]:
     Raises:
         NotPlainError: somebody has wrapped a forward that may be such a one: what it calls cannot be changed.
     """
-    own: Any = module.forward
+    own = module.forward
     plain = plain_forward(own)
     if plain is None and _SCAN in vars(sys.modules[type(module).__module__]):
         raise NotPlainError(f"the forward of {type(module).__name__} is wrapped, and its scan forgets earlier chunks")
-    if plain is None or _SCAN not in plain.__code__.co_names:
-        as_it_is: Callable[..., Any] = own
-        return as_it_is
-    scan = plain.__globals__[_SCAN]
+    if plain is None or not isinstance(own, MethodType) or _SCAN not in plain.__code__.co_names:
+        return own
+    scan, receiver = plain.__globals__[_SCAN], own.__self__
     # Without the state's users knowing: the function's own copy looks up our scan under the same name.
     heads: list[Iterator[Tensor | None]] = [repeat(None)]
 
@@ -72,7 +71,7 @@ def continued(module: nn.Module) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         heads[0] = _initial_states()
-        return own_copy(own.__self__, *args, **kwargs)
+        return own_copy(receiver, *args, **kwargs)
 
     return forward
 
