@@ -42,14 +42,14 @@ class FlashKernels(NamedTuple):
             module: Any = importlib.import_module(package)
         except ImportError as error:
             try:
-                kernels = importlib.import_module("kernels")
-            except ImportError:
+                get_kernel = importlib.import_module("kernels").get_kernel
+            except (ImportError, AttributeError):  # nothing of that name, or something else
                 raise ImportError(
                     f"{package} is not installed ({error}), nor is the package kernels; pip install "
                     "aiocb[flash], or aiocb[kernels]"
                 ) from error
             try:
-                module = kernels.get_kernel(hub)
+                module = get_kernel(hub)
             except Exception as reason:  # of a package that fetches and loads binaries
                 raise ImportError(f"{package} is not installed, and {hub} cannot be had: {reason}") from reason
         return cls(module.flash_attn_varlen_func, module.flash_attn_with_kvcache)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,7 +175,11 @@ def test_a_log_sum_exp_of_another_shape_is_noticed() -> None:
         attended(VarlenBackend(turned), spec_of("sinks"), batch_of(SHAPES["mixed"], None, 4), 0.0)
 
 
-def test_without_flash_attn_the_refusal_says_what_to_install() -> None:
+@pytest.mark.parametrize("other", [None, ModuleType("kernels")], ids=["nothing", "another package of that name"])
+def test_without_flash_attn_the_refusal_says_what_to_install(
+    other: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kernels", other)
     with pytest.raises(ConfigError, match=r"aiocb\[flash\]"):
         create_backend("flash_attention_2")
     with pytest.raises(ConfigError, match="flash_attn_interface"):

@@ -10,6 +10,7 @@ import pytest
 
 from aiocb.errors import AiocbError, ConfigError, EngineError
 from aiocb.model.eager import watch as module
+from aiocb.model.eager.ranks import Ranks
 from aiocb.model.eager.watch import Address, Watch, listen
 
 WAIT_S = 10.0
@@ -122,3 +123,22 @@ def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_is_not_here_listens_everywhere() -> None:
     with contextlib.closing(listen("192.0.2.1")[0]) as server:
         assert server.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("is_in_a_step", [False, True])
+def test_a_collective_that_fails_is_explained_by_who_is_gone(is_in_a_step: bool) -> None:
+    ranks = object.__new__(Ranks)
+    ranks.lost = None
+
+    class Late(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            ranks.lost = EngineError("rank 1 is gone")
+            return True
+
+    ranks._has_lost = Late()
+    error: Exception = RuntimeError("connection closed by peer")
+    if is_in_a_step:
+        wrapped = EngineError("rank 0 has failed in a step")
+        wrapped.__cause__ = error
+        error = wrapped
+    assert str(ranks.explained(error)) == "rank 1 is gone"

@@ -192,8 +192,8 @@ class Ranks:
 
     def explained(self, error: BaseException) -> BaseException:
         """Return what is to be raised here for what went wrong here, and tell the others if it is not their doing."""
-        if isinstance(error, RuntimeError):
-            self._has_lost.wait(_GRACE_S)  # a collective fails a moment before the watch knows why
+        if isinstance(error.__cause__ or error, RuntimeError):
+            self._has_lost.wait(_GRACE_S)  # a collective fails, within a step too, a moment before the watch knows why
         if self.lost is not None:
             return self._lost_error(self.lost)
         self.fail(error)

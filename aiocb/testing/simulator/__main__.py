@@ -23,7 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, choices=(1, 2), help="instead of the seed's own")
     parser.add_argument("--no-faults", dest="faults", action="store_false", help="nothing fails")
     given = parser.parse_args(arguments)
-    logging.getLogger("aiocb").setLevel(logging.ERROR)  # what is planned is no news
     layout = next((layout for layout in LAYOUTS if layout.name == given.layout), None)
     for seed in range(given.seed, given.seed + given.seeds):
         report = Simulation(seed, layout=layout, depth=given.depth, faults=given.faults).run(given.steps)
@@ -36,4 +35,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    logging.getLogger("aiocb").setLevel(logging.ERROR)  # what is planned is no news
     main()
