@@ -285,8 +285,9 @@ class Engine:
             take_values("chat_template_kwargs", chat_template_kwargs),
         )
         spec.check()
-        if self._session is not None:
-            self._session.raise_if_following()
+        session = self._session
+        if session is not None and session.rank:
+            session.raise_if_following()
         return Stream(self, spec)
 
     @overload

@@ -164,7 +164,8 @@ class Session(Life):
         Raises:
             EngineClosed, EngineDead: the engine cannot serve.
         """
-        self.raise_if_following()
+        if self.rank:
+            self.raise_if_following()
         self.raise_if_unusable()
         limits, text = self.limits, self.text
         assert limits is not None and text is not None

@@ -27,4 +27,4 @@ def test_a_type_is_right(model_type: str) -> None:
 def test_every_type_was_tried_and_none_is_wrong() -> None:
     assert sorted(RESULTS) == sorted(set(TYPES) - set(EXCLUDED))
     assert {verdict["outcome"] for verdict in RESULTS.values()} <= {"right", "refused"}
-    assert sum(verdict["outcome"] == "right" for verdict in RESULTS.values()) >= 100
+    assert sum(verdict["outcome"] == "right" for verdict in RESULTS.values()) >= 178
