@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from aiocb.config import Choice, EngineConfig
-from aiocb.errors import ConfigError
+from aiocb.errors import ConfigError, EngineError
 from aiocb.model.kv import format_size, free_memory
+from aiocb.model.memory import is_out_of_memory
 from aiocb.step import BlockSwap, CacheLayout
 
 __all__ = ["SwapBuffer", "choose_swap"]
@@ -95,14 +96,19 @@ class SwapBuffer:
 
     @torch.inference_mode()
     def swap_out(self, swaps: Iterable[BlockSwap]) -> None:
-        """Copy blocks to places."""
+        """Copy blocks to places.
+
+        Raises:
+            EngineError: there is no memory for it. Whoever has asked relies on the copies: it is not to be tried again.
+        """
         for group, moves in _by_group(swaps):
             for rows, buffer in self._pairs[group]:
-                blocks = torch.tensor([move.block for move in moves], device=rows.device)
-                gathered = rows.index_select(0, blocks)  # [n, ...]
-                for start, places in _runs(moves):
-                    into = buffer[places.start : places.stop]
-                    into.copy_(gathered[start : start + len(places)], non_blocking=True)
+                try:
+                    _copy_out(rows, buffer, moves)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    _copy_out_singly(rows, buffer, moves)
 
     @torch.inference_mode()
     def swap_in(self, swaps: Iterable[BlockSwap]) -> None:
@@ -119,6 +125,28 @@ class SwapBuffer:
     def close(self) -> None:
         """Free the memory."""
         self._pairs = []
+
+
+def _copy_out(rows: Tensor, buffer: Tensor, moves: Sequence[BlockSwap]) -> None:
+    blocks = torch.tensor([move.block for move in moves], device=rows.device)
+    gathered = rows.index_select(0, blocks)  # [n, ...]
+    for start, places in _runs(moves):
+        into = buffer[places.start : places.stop]
+        into.copy_(gathered[start : start + len(places)], non_blocking=True)
+
+
+def _copy_out_singly(rows: Tensor, buffer: Tensor, moves: Sequence[BlockSwap]) -> None:
+    """The same without memory for more than one block."""
+    try:
+        for move in moves:
+            buffer[move.place].copy_(rows[move.block])
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise EngineError(
+            "there is no memory to move one block out of the cache: lower num_blocks or max_memory_percent, or set "
+            f"cpu_offload_space to 0.0 ({error})"
+        ) from error
 
 
 def _places(rows: Tensor, count: int) -> Tensor:
