@@ -284,7 +284,8 @@ class TorchRunner(ImmediateRunner):
             ConfigError: it has become one that cannot be run, or not over the cache that this runner holds.
         """
         adapter, before = ModelAdapter(self._model), self._adapter
-        if any(getattr(adapter, name) != getattr(before, name) for name in ("specs", "states", "dtype", "vocab_size")):
+        fixed = "specs", "states", "switch", "dtype", "vocab_size"
+        if any(getattr(adapter, name) != getattr(before, name) for name in fixed):
             raise ConfigError("the model's layers are not what they were; build a new engine for it")
         adapter.scans, adapter.why_split = before.scans, before.why_split
         self._adapter = adapter
