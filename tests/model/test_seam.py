@@ -243,6 +243,18 @@ def test_empty_plan() -> None:
     assert list(runner.submit(StepPlan((), 0)).token_ids) == []
 
 
+@pytest.mark.parametrize("wanted", ["adapter", "grammar_key", "draft_token_ids"])
+def test_what_no_runner_does_is_refused(wanted: str) -> None:
+    work = Work(9, prompt(10), 10, 9, 1, ([1, 2, 3],), 1, True, GREEDY, 0)
+    entry, opened = work.entry(), work.opened()
+    if wanted == "draft_token_ids":
+        entry = entry._replace(draft_token_ids=(5,))
+    else:
+        opened = opened._replace(**{wanted: "one"})
+    with pytest.raises(NotImplementedError, match=r"adapters|drafts"):
+        build(tiny("llama")).submit(StepPlan((entry,), 1, (opened,)))
+
+
 def test_blocks_are_copied_after_a_step_and_without_one() -> None:
     runner, tokens = build(tiny("llama")), prompt(10)
     work = Work(9, tokens, 10, 0, 10, ([1, 2, 3],), 1, True, GREEDY, 0)
