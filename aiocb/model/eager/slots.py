@@ -16,11 +16,11 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.eager.states import StateSpec
 from aiocb.model.kv import LENDING, format_size, free_memory
+from aiocb.model.sizes import CPU_REQUESTS
 from aiocb.step import CacheGroup, CacheLayout, StateLayout
 
 __all__ = ["choose_states", "layout_without_keys"]
 
-CPU_REQUESTS = 64
 GPU_REQUESTS = 256
 CPU_MAX_BYTES = 1 << 30
 CPU_SHARE = 0.125
