@@ -247,10 +247,11 @@ def test_empty_plan() -> None:
 def test_what_no_runner_does_is_refused(wanted: str) -> None:
     work = Work(9, prompt(10), 10, 9, 1, ([1, 2, 3],), 1, True, GREEDY, 0)
     entry, opened = work.entry(), work.opened()
-    if wanted == "draft_token_ids":
-        entry = entry._replace(draft_token_ids=(5,))
+    changes: dict[str, Any] = {wanted: (5,)}
+    if wanted in entry._fields:
+        entry = entry._replace(**changes)
     else:
-        opened = opened._replace(**{wanted: "one"})
+        opened = opened._replace(**changes)
     with pytest.raises(NotImplementedError, match=r"adapters|drafts"):
         build(tiny("llama")).submit(StepPlan((entry,), 1, (opened,)))
 
