@@ -70,6 +70,9 @@ class Records:
 
     __slots__ = ("_by_id", "_free_rows", "_num_groups")
 
+    takes_drafts = False
+    """No runner of a model verifies them yet."""
+
     def __init__(self, num_groups: int = 0) -> None:
         self._num_groups = num_groups
         self._by_id: dict[int, Record] = {}
@@ -82,11 +85,17 @@ class Records:
         return self._by_id[request_id]
 
     def begin(self, plan: StepPlan) -> list[Record]:
-        """Close, open and extend what the plan names; return the record of each entry, in their order."""
+        """Close, open and extend what the plan names; return the record of each entry, in their order.
+
+        Raises:
+            NotImplementedError: it asks for what nobody would do: an adapter, a grammar, the check of drafts.
+        """
         by_id = self._by_id
         for request_id in plan.closed:
             heappush(self._free_rows, by_id.pop(request_id).row)
         for opened in plan.opened:
+            if opened.adapter is not None or opened.grammar_key is not None:
+                raise NotImplementedError("runners know neither adapters nor grammars")
             # The lowest row that is free, so that rows stay dense.
             row = heappop(self._free_rows) if self._free_rows else len(by_id)
             by_id[opened.request_id] = Record(opened, row, self._num_groups)
@@ -94,6 +103,8 @@ class Records:
         for record, entry in zip(records, plan.entries):
             if entry.new_token_ids:
                 record.tokens += entry.new_token_ids
+            if entry.draft_token_ids and not self.takes_drafts:
+                raise NotImplementedError("this runner verifies no drafts")
             fresh = entry.new_blocks
             if fresh:
                 record.num_blocks = entry.block_start + len(fresh[0])

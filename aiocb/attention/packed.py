@@ -183,13 +183,11 @@ class PackedBackend(ABC):
 
     Attributes:
         page_multiple: a page size that the kernel reads in place is a multiple of it; None is never.
-        has_device_tables: steps may be prepared on the device (see `eager.device`).
     """
 
     name: str
     capabilities: Capabilities
     page_multiple: int | None = None
-    has_device_tables = True
 
     @abstractmethod
     def call(self, call: KernelCall) -> tuple[Tensor, Tensor | None]:

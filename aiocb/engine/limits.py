@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from aiocb.step import Runner
 
 __all__ = ["make_scheduler"]
+
+logger = logging.getLogger("aiocb")
 
 _CPU_PREFILL_CHUNK = 128
 _CHARACTERS_PER_TOKEN = 32
@@ -64,6 +67,9 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         "one long prompt must not hold up the streams that decode",
         max_batch_tokens,
     )
+    for name in ("state_interval", "max_state_memory"):
+        if layout.states is None and getattr(config, name) is not None:
+            logger.warning("%s=%r has no effect: the model keeps no states", name, getattr(config, name))
     # The null block and the null slot hold nobody's.
     smallest = min(group.num_blocks for group in layout.groups) - 1
     if layout.states is not None:

@@ -24,12 +24,11 @@ from torch import Tensor
 from aiocb.attention.base import AttentionBackend, KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
-from aiocb.model.sizes import MAX_REQUESTS, expected_length, expected_tokens
+from aiocb.model.sizes import CPU_REQUESTS, MAX_REQUESTS, expected_length, expected_tokens
 from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 
 __all__ = ["PagedCache", "choose_layout", "choose_page_size", "format_size", "free_memory"]
 
-CPU_REQUESTS = 64
 CPU_TOKENS_PER_REQUEST = 1024
 CPU_MAX_BYTES = 2 << 30
 CPU_MAX_SHARE = 0.25

@@ -12,6 +12,7 @@ from aiocb.config import EngineConfig
 
 __all__ = [
     "CPU_BATCH_TOKENS",
+    "CPU_REQUESTS",
     "GPU_BATCH_TOKENS",
     "MAX_REQUESTS",
     "MIN_BATCH_TOKENS",
@@ -25,7 +26,10 @@ MIN_BATCH_TOKENS = 256
 """The automatic budget on an accelerator is never lower: below it steps cost as much and do less."""
 CPU_BATCH_TOKENS = 128
 """Not memory but time is short there: a step of 8192 tokens would hold up every stream for seconds."""
+CPU_REQUESTS = 64
+"""What a cache has room for on the CPU, where nothing is configured."""
 MAX_REQUESTS = 1024
+"""Of a step, where nothing is configured."""
 SAFETY_MARGINS = {"fifo": 0.15, "priority": 0.15, "prefill_first": 0.0}
 """By `scheduler_type`, where nothing is configured."""
 

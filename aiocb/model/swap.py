@@ -15,12 +15,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aiocb.config import Choice, EngineConfig
-from aiocb.errors import ConfigError
+from aiocb.errors import ConfigError, EngineError
 from aiocb.model.kv import format_size, free_memory
 from aiocb.model.memory import is_out_of_memory
 from aiocb.step import BlockSwap, CacheLayout
@@ -96,21 +97,42 @@ class SwapBuffer:
 
     @torch.inference_mode()
     def swap_out(self, swaps: Iterable[BlockSwap]) -> None:
-        """Copy blocks to places."""
-        for group, moves in _by_group(swaps):
-            for rows, buffer in self._pairs[group]:
-                if not _is_done(_gather, rows, buffer, moves):
-                    for _, block, place in moves:
-                        buffer[place].copy_(rows[block], non_blocking=True)
+        """Copy blocks to places.
+
+        Raises:
+            EngineError: there is no memory for it. Whoever has asked relies on the copies: it is not to be tried again.
+        """
+        self._move(swaps, _gather, lambda rows, buffer, at: buffer[at.place].copy_(rows[at.block], non_blocking=True))
 
     @torch.inference_mode()
     def swap_in(self, swaps: Iterable[BlockSwap]) -> None:
-        """Copy places to blocks."""
+        """Copy places to blocks.
+
+        Raises:
+            EngineError: as for `swap_out`.
+        """
+        self._move(swaps, _scatter, lambda rows, buffer, at: rows[at.block].copy_(buffer[at.place], non_blocking=True))
+
+    def _move(
+        self,
+        swaps: Iterable[BlockSwap],
+        move_all: Callable[[Tensor, Tensor, Sequence[BlockSwap]], None],
+        move_one: Callable[[Tensor, Tensor, BlockSwap], Any],
+    ) -> None:
+        """Move all blocks at once, or one by one where memory is short: a swap counts, whatever becomes of its step."""
         for group, moves in _by_group(swaps):
             for rows, buffer in self._pairs[group]:
-                if not _is_done(_scatter, rows, buffer, moves):
-                    for _, block, place in moves:
-                        rows[block].copy_(buffer[place], non_blocking=True)
+                try:
+                    if not _has_memory(move_all, rows, buffer, moves):
+                        for move in moves:
+                            move_one(rows, buffer, move)
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    raise EngineError(
+                        "there is no memory to move one block of the cache: lower num_blocks or max_memory_percent, or "
+                        f"set cpu_offload_space to 0.0 ({error})"
+                    ) from error
 
     def close(self) -> None:
         """Free the memory."""
@@ -132,15 +154,9 @@ def _scatter(rows: Tensor, buffer: Tensor, moves: Sequence[BlockSwap]) -> None:
     rows.index_copy_(0, blocks, gathered)
 
 
-def _is_done(
-    move_all: Callable[[Tensor, Tensor, Sequence[BlockSwap]], None],
-    rows: Tensor,
-    buffer: Tensor,
-    moves: Sequence[BlockSwap],
-) -> bool:
-    """Move all at once; False where the memory for that is lacking: a swap counts, whatever becomes of its step."""
+def _has_memory(call: Callable[..., None], *args: Any) -> bool:
     try:
-        move_all(rows, buffer, moves)
+        call(*args)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

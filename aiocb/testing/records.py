@@ -23,6 +23,8 @@ class CheckedRecords(Records):
 
     __slots__ = ("_ended", "_last_id", "_thread")
 
+    takes_drafts = True
+
     def __init__(self, num_groups: int = 0) -> None:
         super().__init__(num_groups)
         self._ended: dict[int, list[int]] = {}  # tokens of the latest that were closed: they may be opened again

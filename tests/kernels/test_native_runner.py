@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from aiocb.model.native.sampling import NativeSampler
 from aiocb.records import Record
 from aiocb.sampling import Sampler
 from aiocb.sampling_params import SamplingParams
-from aiocb.step import StepEntry, StepPlan, StepResult
+from aiocb.step import BlockCopy, StepEntry, StepPlan, StepResult
 from tests.kernels.helpers import MiniScheduler, Request
 from tests.kernels.test_families import make, runner_of
 from tests.sampling.helpers import params
@@ -283,3 +284,19 @@ async def test_it_starts_whatever_the_default_type_of_torch_is() -> None:
     finally:
         torch.set_default_dtype(before)
     assert runner.value == "native", runner.reason
+
+
+def test_blocks_are_copied_after_a_step_and_without_one(library: Library) -> None:
+    runner = runner_of(make("llama"), library=library)
+    [work] = entries_of(runner, None)
+    [[block]] = work.block_tables
+    first, second = [number for number in (1, 2, 3) if number != block][:2]
+    plan = StepPlan((work.entry(),), 4, (work.opened(),), copies_after=(BlockCopy(0, block, first),))
+    runner.submit(plan)
+    runner.submit(StepPlan((), 0, copies_after=(BlockCopy(0, first, second),)))
+    [group] = runner.cache_layout.groups
+    read = [np.empty(group.block_bytes, np.uint8) for _ in range(3)]
+    for data, number in zip(read, (block, first, second), strict=True):
+        runner.native.read_block(0, number, data)
+    assert read[0].any() and all((data == read[0]).all() for data in read)
+    runner.close()

@@ -14,9 +14,10 @@ from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.eager.adapter import ATTENTION_NAME, ModelAdapter
 from aiocb.model.eager.runner import TorchRunner
+from aiocb.model.swap import SwapBuffer
 from aiocb.records import Record
 from aiocb.sampling.sampler import Sampler
-from aiocb.step import BlockCopy, StepEntry, StepPlan, StepResult
+from aiocb.step import BlockCopy, BlockSwap, StepEntry, StepOutOfMemory, StepPlan, StepResult
 from tests.steps import CallbackSampler, Work, execute
 
 from .helpers import GREEDY, MLA, MOE, ManualScheduler, argmax_sampler, generate, prompt, tiny
@@ -240,6 +241,46 @@ def test_block_copies_happen_before_the_step() -> None:
 def test_empty_plan() -> None:
     runner = build(tiny("llama"))
     assert list(runner.submit(StepPlan((), 0)).token_ids) == []
+
+
+@pytest.mark.parametrize("wanted", ["adapter", "grammar_key", "draft_token_ids"])
+def test_what_no_runner_does_is_refused(wanted: str) -> None:
+    work = Work(9, prompt(10), 10, 9, 1, ([1, 2, 3],), 1, True, GREEDY, 0)
+    entry, opened = work.entry(), work.opened()
+    changes: dict[str, Any] = {wanted: (5,)}
+    if wanted in entry._fields:
+        entry = entry._replace(**changes)
+    else:
+        opened = opened._replace(**changes)
+    with pytest.raises(NotImplementedError, match=r"adapters|drafts"):
+        build(tiny("llama")).submit(StepPlan((entry,), 1, (opened,)))
+
+
+def test_blocks_are_copied_after_a_step_and_without_one() -> None:
+    runner, tokens = build(tiny("llama")), prompt(10)
+    work = Work(9, tokens, 10, 0, 10, ([1, 2, 3],), 1, True, GREEDY, 0)
+    runner.submit(StepPlan((work.entry(),), 10, (work.opened(),), copies_after=(BlockCopy(0, 3, 50),)))
+    runner.submit(StepPlan((), 0, copies_before=(BlockCopy(0, 1, 51),), copies_after=(BlockCopy(0, 51, 52),)))
+    for rows in runner._cache.block_rows()[0]:
+        assert rows[3].any() and torch.equal(rows[50], rows[3])
+        assert rows[1].any() and torch.equal(rows[52], rows[1])
+
+
+def test_a_plan_that_has_no_memory_to_move_blocks_in_counts_but_for_its_entries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def swap_in(self: SwapBuffer, swaps: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner, tokens = build(tiny("llama"), cpu_offload_space=0.001), prompt(10)
+    work = Work(9, tokens, 10, 9, 1, ([1, 2, 3],), 1, True, GREEDY, 0)
+    plan = StepPlan((work.entry(),), 1, (work.opened(),), swaps_in=(BlockSwap(0, 1, 0),))
+    with monkeypatch.context() as patched:
+        patched.setattr(SwapBuffer, "swap_in", swap_in)
+        with pytest.raises(StepOutOfMemory):
+            runner.submit(plan)
+    again = plan._replace(closed=(9,), swaps_in=())
+    assert len(runner.submit(again).token_ids) == 1
 
 
 def test_several_logit_rows_per_entry() -> None:

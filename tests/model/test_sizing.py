@@ -163,6 +163,19 @@ def test_on_the_cpu_nothing_is_measured() -> None:
     runner.close()
 
 
+def test_settings_of_states_are_warned_of_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    runner = TorchRunner(tiny("llama"), EngineConfig(native=False), Sampler(VOCAB), max_model_len=512)
+    built = Built(runner, TextProcessor(None), ModelDefaults(VOCAB, 512))
+    make_scheduler(EngineConfig(), built)
+    assert not caplog.messages
+    make_scheduler(EngineConfig(state_interval=64, max_state_memory=1.0), built)
+    assert [message.partition(" has no effect")[0] for message in caplog.messages] == [
+        "state_interval=64",
+        "max_state_memory=1.0",
+    ]
+    runner.close()
+
+
 def test_hints_come_together() -> None:
     with pytest.raises(ConfigError, match="together"):
         EngineConfig(max_prompt_length=5)

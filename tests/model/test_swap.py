@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from aiocb.config import EngineConfig
-from aiocb.errors import ConfigError
+from aiocb.errors import ConfigError, EngineError
 from aiocb.model import swap
+from aiocb.model.memory import run_in_memory
 from aiocb.model.swap import SwapBuffer, choose_swap
 from aiocb.step import BlockSwap, CacheGroup, CacheLayout, StateLayout
 
@@ -106,3 +107,26 @@ class TestBuffer:
     def test_what_cannot_be_had_is_said(self) -> None:
         with pytest.raises(ConfigError, match="lower cpu_offload_space"):
             SwapBuffer([[torch.zeros(2, 1 << 20)]], (1 << 40,))
+
+    def test_blocks_go_out_one_by_one_where_memory_is_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows = torch.arange(8 * 3.0).view(8, 3)
+        buffer, before = SwapBuffer([[rows]], (6,)), rows.clone()
+        monkeypatch.setattr(torch.Tensor, "index_select", out_of_memory)
+        buffer.swap_out([BlockSwap(0, 3, 1), BlockSwap(0, 5, 4)])
+        monkeypatch.undo()
+        buffer.swap_in([BlockSwap(0, 1, 4), BlockSwap(0, 2, 1)])
+        assert torch.equal(rows[1:3], before[[5, 3]])
+
+    def test_blocks_that_cannot_go_out_are_no_reason_to_try_a_smaller_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        buffer = SwapBuffer([[torch.zeros(8, 3)]], (6,))
+        for name in ("index_select", "copy_"):
+            monkeypatch.setattr(torch.Tensor, name, out_of_memory)
+        with pytest.raises(EngineError, match=r"no memory to move .* cpu_offload_space to 0\.0") as caught:
+            run_in_memory(torch.device("cpu"), buffer.swap_out, [BlockSwap(0, 3, 1)])
+        assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def out_of_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")

@@ -574,6 +574,15 @@ class TestReload:
             runner.reload_weights()
         assert run(runner) == before
 
+    def test_another_switch_of_the_rotation_is_refused(self) -> None:
+        rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        model: Any = tiny("llama", rope_parameters=rope)
+        runner = build(model)
+        runner.reload_weights()
+        model.model.rotary_emb.original_max_seq_len //= 2
+        with pytest.raises(ConfigError, match="build a new engine"):
+            runner.reload_weights()
+
 
 def test_a_view_shares_weights_and_little_else() -> None:
     model: Any = tiny("llama")

@@ -31,6 +31,7 @@ from aiocb.errors import ConfigError
 from aiocb.model.eager.batch import pack
 from aiocb.model.eager.cache import cache_for
 from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
+from aiocb.model.eager.layers import check_layers
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.mixers import Mixer, Watch, attend_outside, explain, learn_mixers, split
 from aiocb.model.eager.own_attention import needs_masks, take_over
@@ -194,7 +195,7 @@ class ModelAdapter:
         self.vocab_size = int(logits.shape[-1])
         self.specs: dict[int, LayerSpec] = dict(sorted(recorder.specs.items()))
         self._learn_masks(recorder.unsure)
-        self._check_layers(len(recorder.attending) + self._num_stateful_layers(recorder))
+        check_layers(self.view.model, recorder.attending, [mixer.module for mixer in self.mixers], self.specs)
         self._learn_tables()
         self._learn_counting()
 
@@ -334,39 +335,6 @@ class ModelAdapter:
         if handler is None:
             recorder.check_finished()
         return recorder, logits
-
-    def _num_stateful_layers(self, recorder: Recorder) -> int:
-        """Count the layers that keep a state and do not attend."""
-        attending, mixers = {module for module, _ in recorder.attending}, {id(mixer.module) for mixer in self.mixers}
-        lists = (module for module in self.view.model.modules() if isinstance(module, nn.ModuleList))
-        within = [{id(part) for part in layer.modules()} for layers in lists for layer in layers]
-        return sum(bool(parts & mixers) and not parts & attending for parts in within)
-
-    def _check_layers(self, num_attending: int) -> None:
-        """Every decoder layer must have attended, and with the window or in the chunks that its configuration names."""
-        config = text_config(self.view.model)
-        # In the bart family num_hidden_layers counts the encoder's.
-        num_layers = getattr(config, "decoder_layers", None) or getattr(config, "num_hidden_layers", None)
-        types = getattr(config, "layer_types", None) or ()
-        if isinstance(num_layers, int):
-            # Those attend to pictures, of which there are none; and those mix no tokens.
-            num_layers -= len(getattr(config, "cross_attention_layers", None) or ())
-            num_layers -= sum(kind in ("mlp", "moe") for kind in types)
-            if num_attending < num_layers:
-                raise NotPlainError(f"only {num_attending} of its {num_layers} layers use the attention interface")
-        if len(types) != len(self.specs):
-            return
-        hidden = {
-            "full_attention": (False, False),
-            "sliding_attention": (True, False),
-            "chunked_attention": (False, True),
-        }
-        for kind, spec in zip(types, self.specs.values(), strict=True):
-            if (spec.window is not None, spec.chunk is not None) != hidden.get(kind, (False, False)) and kind in hidden:
-                raise NotPlainError(
-                    f"layer {spec.layer} is {kind} in its configuration but asks its attention for a window of "
-                    f"{spec.window} and chunks of {spec.chunk}"
-                )
 
     def run(
         self,

@@ -27,7 +27,7 @@ from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.eager.selfcheck import check_steps
 from aiocb.model.eager.tables import DeviceTables
 from aiocb.model.memory import run_in_memory
-from aiocb.model.sizes import expected_length
+from aiocb.model.sizes import MAX_REQUESTS, expected_length
 from aiocb.sampling.sampler import Sampler
 from aiocb.step import StepPlan, StepResult
 
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator", "DeviceRunner"]
 
 logger = logging.getLogger("aiocb")
-
-MAX_ROWS = 1024
-"""Requests of a step, where nothing is configured."""
 
 TABLE_TOKENS = 8192
 """Tokens of a request that a table has room for, where nothing is configured or hinted at; longer requests go by the
@@ -166,7 +163,7 @@ class DeviceRunner(TorchRunner):
         longest = expected_length(config, self._max_model_len) or min(self._max_model_len, TABLE_TOKENS)
         max_blocks = config.max_blocks_per_request or -(-longest // layout.page_size)
         smallest = min(group.num_blocks for group in layout.groups) - 1
-        self._batch_rows = config.max_requests_per_batch or min(MAX_ROWS, smallest)
+        self._batch_rows = config.max_requests_per_batch or min(MAX_REQUESTS, smallest)
         num_rows = 2 * self._batch_rows  # those that end are open until no step is under way that names them
         device = self._accelerator.device
         self._gathers = any(

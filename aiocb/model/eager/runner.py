@@ -223,25 +223,27 @@ class TorchRunner(ImmediateRunner):
         Raises:
             StepOutOfMemory: there is no memory for the forward pass or for sampling.
         """
-        if self._swap is not None:
-            self._swap.swap_out(plan.swaps_out)
-            self._swap.swap_in(plan.swaps_in)
         records = self._records.begin(plan)
         if plan.closed:
             self._sampler.forget()
+        if self._swap is not None:  # what is moved out is relied on, whatever becomes of the step
+            self._swap.swap_out(plan.swaps_out)
         if not plan.entries:
-            self._copy_states((*plan.states_before, *plan.states_after))
-            return StepResult(())
+            return self._compute(plan, records)
         result = run_in_memory(self._adapter.device, self._compute, plan, records)
         self._records.finish(records, result)
         return result
 
     def _compute(self, plan: StepPlan, records: Sequence[Record]) -> StepResult:
-        if plan.copies_before:
-            self._cache.copy_blocks(plan.copies_before)
+        if self._swap is not None:
+            self._swap.swap_in(plan.swaps_in)
+        self._cache.copy_blocks(plan.copies_before)
         self._copy_states(plan.states_before)
-        with torch.inference_mode(), self._threads():
-            result = self._sampler(self.logits(plan.entries, records), plan.entries, records)
+        result = StepResult(())
+        if plan.entries:
+            with torch.inference_mode(), self._threads():
+                result = self._sampler(self.logits(plan.entries, records), plan.entries, records)
+        self._cache.copy_blocks(plan.copies_after)
         self._copy_states(plan.states_after)
         return result
 
@@ -282,7 +284,8 @@ class TorchRunner(ImmediateRunner):
             ConfigError: it has become one that cannot be run, or not over the cache that this runner holds.
         """
         adapter, before = ModelAdapter(self._model), self._adapter
-        if any(getattr(adapter, name) != getattr(before, name) for name in ("specs", "states", "dtype", "vocab_size")):
+        fixed = "specs", "states", "switch", "dtype", "vocab_size"
+        if any(getattr(adapter, name) != getattr(before, name) for name in fixed):
             raise ConfigError("the model's layers are not what they were; build a new engine for it")
         adapter.scans, adapter.why_split = before.scans, before.why_split
         self._adapter = adapter

@@ -15,12 +15,12 @@ from aiocb.attention.base import KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.eager.states import StateSpec
-from aiocb.model.kv import format_size, free_memory
+from aiocb.model.kv import LENDING, format_size, free_memory
+from aiocb.model.sizes import CPU_REQUESTS
 from aiocb.step import CacheGroup, CacheLayout, StateLayout
 
 __all__ = ["choose_states", "layout_without_keys"]
 
-CPU_REQUESTS = 64
 GPU_REQUESTS = 256
 CPU_MAX_BYTES = 1 << 30
 CPU_SHARE = 0.125
@@ -69,7 +69,7 @@ def choose_states(
             f"{num_requests} requests at once; raise it, or lower max_requests_per_batch"
         )
     if room < num_requests:
-        free, needed = _free(device), num_requests * slot_bytes
+        free, needed = free_memory(device), num_requests * slot_bytes
         if needed > free:
             raise ConfigError(
                 f"the states of {num_requests} requests take {format_size(needed)}, {format_size(slot_bytes)} each, "
@@ -77,7 +77,7 @@ def choose_states(
             )
         bound = "what so many requests need"
     num_snapshots = 0
-    if interval and config.allow_block_sharing:
+    if interval:
         num_snapshots = min(max(room - num_requests, 0), SNAPSHOTS_PER_REQUEST * num_requests)
     num_slots = 1 + num_requests + num_snapshots
     size = f"{format_size(slot_bytes)} each, {format_size(num_slots * slot_bytes)}, {bound}"
@@ -117,12 +117,8 @@ def _budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     """Return the bytes that states may take, and the reason."""
     if config.max_state_memory is not None:
         return int(config.max_state_memory * (1 << 30)), f"max_state_memory={config.max_state_memory:g}"
-    is_cuda, free = device.type == "cuda", _free(device)
-    share = GPU_SHARE if is_cuda else CPU_SHARE
-    if not is_cuda and int(free * share) > CPU_MAX_BYTES:
+    free, is_lent = free_memory(device), device.type in LENDING
+    share = GPU_SHARE if is_lent else CPU_SHARE
+    if not is_lent and int(free * share) > CPU_MAX_BYTES:
         return CPU_MAX_BYTES, f"bounded by {format_size(CPU_MAX_BYTES)}"
     return int(free * share), f"bounded by {share:.0%} of {format_size(free)} free memory"
-
-
-def _free(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()

@@ -25,7 +25,7 @@ from aiocb.model.native.weights import pack_again
 from aiocb.outputs import TokenLogprobs
 from aiocb.records import Record, Records
 from aiocb.sampling.sampler import Sampler, failure_of
-from aiocb.step import CacheLayout, ImmediateRunner, StepEntry, StepPlan, StepResult
+from aiocb.step import BlockCopy, CacheLayout, ImmediateRunner, StepEntry, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,17 +92,21 @@ class NativeRunner(ImmediateRunner):
         if self._swap is not None:
             self._swap.swap_out(plan.swaps_out)
             self._swap.swap_in(plan.swaps_in)
-        for group, source, target in plan.copies_before:
-            for page in range(pages := self.cache_layout.page_size // PAGE_SIZE):
-                self.native.copy_block(group, source * pages + page, target * pages + page)
+        self._copy_blocks(plan.copies_before)
         records = self._records.begin(plan)
         if plan.closed:
             self._sampler.forget()
-        if not plan.entries:
-            return StepResult(())
-        result = run_in_memory(_CPU, self._compute, plan.entries, records)
-        self._records.finish(records, result)
+        result = StepResult(())
+        if plan.entries:
+            result = run_in_memory(_CPU, self._compute, plan.entries, records)
+            self._records.finish(records, result)
+        self._copy_blocks(plan.copies_after)
         return result
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        for group, source, target in copies:
+            for page in range(pages := self.cache_layout.page_size // PAGE_SIZE):
+                self.native.copy_block(group, source * pages + page, target * pages + page)
 
     def _compute(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> StepResult:
         picked = [at for at, (entry, record) in enumerate(zip(entries, records)) if not _is_plain(entry, record)]
