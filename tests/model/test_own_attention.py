@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -136,6 +137,19 @@ class TestTakingOver:
         attention = model.transformer.h[1].self_attention
         own = attention.forward
         attention.forward = lambda *args, **kwargs: own(*args, **kwargs)
+        with pytest.raises(ConfigError, match="own attention code"):
+            build(model)
+
+    @pytest.mark.parametrize("wraps", [functools.wraps, lambda own: lambda patch: patch])
+    def test_a_patched_class_is_left_alone(self, monkeypatch: pytest.MonkeyPatch, wraps: Any) -> None:
+        model = model_of("bloom")
+        kind = type(model.transformer.h[1].self_attention)
+        own = kind.forward
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", wraps(own)(patched))
         with pytest.raises(ConfigError, match="own attention code"):
             build(model)
 

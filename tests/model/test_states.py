@@ -15,10 +15,12 @@ from aiocb.attention.base import KVFormat, LayerSpec
 from aiocb.config import Choice, EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.model.eager import slots
+from aiocb.model.eager.own_states import keep_states
 from aiocb.model.eager.runner import TorchRunner
 from aiocb.model.eager.scans import continue_scan
 from aiocb.model.eager.slots import choose_states, layout_without_keys
 from aiocb.model.eager.states import StateKey, StateRows, StateSpec, StateStorage
+from aiocb.model.eager.view import View
 from aiocb.step import OpenedRequest, StateCopy, StepEntry, StepPlan
 from tests.steps import described
 
@@ -234,6 +236,15 @@ def test_a_wrapped_scan_that_could_not_go_on_is_refused(name: str, is_bound: boo
     with pytest.raises(ConfigError, match=f"forward of {type(module).__name__} is wrapped"):
         runner.reload_weights()
     runner.close()
+
+
+def test_modules_whose_class_was_patched_keep_their_own_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("rwkv", **STATES["rwkv"])
+    kind = type(model.get_submodule("rwkv.blocks.0.attention"))
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: own(*args, **kwargs))
+    replaced, _ = keep_states(View(model).model)
+    assert {type(module).__name__ for module in replaced} == {"RwkvFeedForward"}
 
 
 class TestRows:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from aiocb.attention.base import Alibi
 from aiocb.model.eager.handlers import AttentionCall, Handler
 from aiocb.model.eager.masks import NotPlainError
+from aiocb.model.eager.scans import is_untouched
 
 __all__ = ["needs_masks", "take_over"]
 
@@ -181,7 +182,7 @@ def _known(module: nn.Module) -> OwnAttention | None:
     kind = type(module)
     package, _, file = kind.__module__.rpartition(".")
     library, _, folder = package.rpartition(".")
-    if library != "transformers.models" or file != f"modeling_{folder}" or "forward" in module.__dict__:
+    if library != "transformers.models" or file != f"modeling_{folder}" or not is_untouched(module.forward):
         return None
     return _TABLE.get(f"{folder}.{kind.__qualname__}")
 

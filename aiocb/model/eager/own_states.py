@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from aiocb.model.eager.handlers import Handler
 from aiocb.model.eager.passes import current
+from aiocb.model.eager.scans import is_untouched
 from aiocb.model.eager.states import StateKey
 
 __all__ = ["keep_states"]
@@ -120,7 +121,7 @@ def keep_states(model: nn.Module) -> tuple[set[nn.Module], bool]:
         where = kind.__module__.removeprefix("transformers.models.").partition(".")[0]
         name = f"{where}.{kind.__qualname__.rpartition('.')[2]}"
         known = _TABLE.get(name)
-        if known is None or not kind.__module__.startswith("transformers.models.") or "forward" in module.__dict__:
+        if known is None or not kind.__module__.startswith("transformers.models.") or not is_untouched(module.forward):
             continue
         layer = counts[name] = counts.get(name, -1) + 1
         module.__dict__["forward"] = _replaced(module, known, layer)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.passes import current
 
-__all__ = ["continue_scan", "continued", "plain_forward"]
+__all__ = ["continue_scan", "continued", "is_untouched", "plain_forward"]
 
 _LIBRARY = os.path.dirname(transformers.__file__)
 _SCAN = "mamba_selective_scan"
@@ -43,6 +43,12 @@ def plain_forward(own: Any) -> FunctionType | None:
             return None
         function = function.__wrapped__
     return function if isinstance(function, FunctionType) else None
+
+
+def is_untouched(own: Any) -> bool:
+    """True for a forward as transformers has it: nobody has wrapped or replaced it, on the module or on its class."""
+    plain = plain_forward(own)
+    return plain is not None and plain.__code__.co_filename.startswith(_LIBRARY)
 
 
 def continued(module: nn.Module) -> Callable[..., Any]:
