@@ -323,7 +323,7 @@ class TestSizes:
             self.choose(max_state_memory=0.0625, max_requests_per_batch=65)
 
     def test_more_requests_than_there_is_memory_for_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(slots, "free_memory", lambda: 80 << 20)
+        monkeypatch.setattr(slots, "free_memory", lambda *_: 80 << 20)
         num_slots, _, told = self.choose(max_requests_per_batch=70)
         assert num_slots == 1 + 70 and told["state_slots"].reason.endswith("what so many requests need")
         with pytest.raises(ConfigError, match="states of 81 requests take 81.0 MiB, 1.0 MiB each, and 80.0 MiB"):
