@@ -30,6 +30,8 @@ from tests.model.fake_device import FakeDevice, accelerator
 
 from .helpers import VOCAB, generate, prompt, tiny
 
+pytestmark = pytest.mark.slow
+
 LONGEST = 128
 LENGTHS = (3, 40, 17, 1, 9, 26, 33, 5)
 NEW = 10

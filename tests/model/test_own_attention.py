@@ -17,6 +17,8 @@ from tests.steps import described
 
 from .helpers import ManualScheduler, argmax_sampler, generate, prompt, tiny
 
+pytestmark = pytest.mark.slow
+
 BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,

@@ -19,6 +19,8 @@ from tests.steps import described
 
 from .helpers import ManualScheduler, argmax_sampler, generate, prompt, tiny
 
+pytestmark = pytest.mark.slow
+
 FACTORS = [1.0 + index / 4 for index in range(8)]
 LONG = {
     "rope_type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS[::-1], "rope_theta": 1e4,

@@ -11,6 +11,8 @@ from tests.steps import described
 
 from .helpers import ManualScheduler, argmax_sampler, generate, prompt
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW = 8
 KINDS = {
     "deepseek_v32": "DeepseekV32Attention split",  # an indexer over latents

@@ -27,6 +27,8 @@ from tests.steps import described
 from .helpers import GREEDY, ManualScheduler, argmax_sampler, generate, prompt, tiny
 from .state_models import STATES
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW = 8
 LENGTHS = (5, 19, 30, 1)
 CPU = torch.device("cpu")

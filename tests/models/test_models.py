@@ -10,6 +10,8 @@ import pytest
 from tests.models.check import check
 from tests.models.tiny import EXCLUDED, TYPES
 
+pytestmark = pytest.mark.slow
+
 RESULTS = json.loads((Path(__file__).parents[2] / "docs" / "model-types.json").read_text(encoding="utf-8"))
 SUBSET = (
     "llama", "gemma3_text", "gpt2", "deepseek_v3", "bert", "bart",
