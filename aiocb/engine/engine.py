@@ -1,7 +1,7 @@
 """`Engine`: what users hold. Any thread; a session does the work.
 
 ```
-Engine ─► Session (one per life) ─► Worker (thread) ─► EngineCore ─► Scheduler, Runner
+Engine ─► Lives ─► Session (one per life) ─► Worker (thread) ─► EngineCore ─► Scheduler, Runner
    └─► Stream (one per request) ──► Slot / Lane ◄── LoopBridge (one per event loop)
 ```
 """
@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import threading
 import time
 import warnings
-import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -23,14 +21,13 @@ from aiocb.config import Choice, DistributedConfig, EngineConfig
 from aiocb.engine.batch import CompletionIterator, run_batch
 from aiocb.engine.bridge import Signal
 from aiocb.engine.core import EngineCore
-from aiocb.engine.holders import Holders
+from aiocb.engine.lives import Lives
 from aiocb.engine.prepare import Prompt, StreamSpec
 from aiocb.engine.session import Session
 from aiocb.engine.settings import refuse_unbuilt
 from aiocb.engine.source import LoadedSource, PretrainedSource, Progress, RunnerSource, Source
 from aiocb.engine.stats import EngineState, Health, Stats
 from aiocb.engine.stream import Stream
-from aiocb.engine.worker import Worker
 from aiocb.errors import ConfigError, EngineClosed, InvalidRequest, show_value
 from aiocb.model.request import ModelRequest
 from aiocb.outputs import Completion
@@ -79,12 +76,8 @@ class Engine:
         self._source = source
         self._config = refuse_unbuilt(config or EngineConfig(), source.device_type)
         self._drain = drain
-        self._lock = threading.Lock()  # guards entering and leaving only; never held across an await
-        self._holders = Holders()
-        self._session: Session | None = None
-        self._finalizer: weakref.finalize[[weakref.ref[Worker]], Engine] | None = None
         self._labels = itertools.count(1)
-        self._lives = itertools.count(1)
+        self._lives = Lives(self, source, self._config)
 
     @classmethod
     def from_pretrained(
@@ -155,7 +148,7 @@ class Engine:
         return engine
 
     def __repr__(self) -> str:
-        session = self._session
+        session = self._lives.session
         core = None if session is None else session.worker.core
         if core is None:
             return f"<Engine {self._source.name} {self.state}>"
@@ -172,43 +165,13 @@ class Engine:
             EngineClosed: it was running when this process was forked, or was closed while it was starting.
             Exception: whatever loading the model raised.
         """
-        with self._lock:
-            session = self._session
-            if session is not None and session.worker.state in ("starting", "running", "draining"):
-                session.raise_if_foreign()
-            if session is None or session.is_over:
-                previous, session = session, Session(self._source, self._config, next(self._lives))
-                session.start()
-                self._session = session
-                if previous is not None:
-                    self._holders.hand_over(previous, session)
-                if self._finalizer is not None:
-                    self._finalizer.detach()  # or every session of this engine would be kept by its own
-                # Weak on both sides: the worker's error may have this engine in its traceback.
-                self._finalizer = weakref.finalize(self, _stop, weakref.ref(session.worker))
-            self._holders.enter(session)
-        try:
-            await session.built.wait()
-            error = session.worker.error
-            if session.worker.state == "closed" and error is not None:
-                session.worker.join(1.0)
-                raise error
-            if session.is_over and error is None:
-                raise EngineClosed("the engine was closed while it was starting")
-        except BaseException:
-            with self._lock:
-                if self._holders.leave() is session:
-                    session.worker.stop()
-                    if self._session is session:
-                        self._session = None
-            raise
+        await self._lives.enter()
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._lock:
-            session = self._holders.leave()
+        session = self._lives.leave()
         if session is not None:
             is_failing = exc_type is not None
             await session.shutdown(0.0 if is_failing else self._drain, leaves_others=is_failing)
@@ -218,10 +181,7 @@ class Engine:
 
         Idempotent. `drain=None` waits until everything has finished.
         """
-        with self._lock:
-            session = self._session
-            if session is not None:
-                self._holders.forget(session)
+        session = self._lives.release()
         if session is not None:
             await session.shutdown(drain)
 
@@ -285,7 +245,7 @@ class Engine:
             take_values("chat_template_kwargs", chat_template_kwargs),
         )
         spec.check()
-        session = self._session
+        session = self._lives.session
         if session is not None and session.rank:
             session.raise_if_following()
         return Stream(self, spec)
@@ -406,7 +366,7 @@ class Engine:
         ]
 
     def _running(self) -> Session:
-        session = self._session
+        session = self._lives.session
         if session is None:
             raise EngineClosed("the engine is not running: use it inside `async with engine:`")
         session.raise_if_unusable()
@@ -463,7 +423,7 @@ class Engine:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, or None."""
-        session = self._session
+        session = self._lives.session
         return None if session is None or session.text is None else session.text.tokenizer
 
     @property
@@ -471,7 +431,7 @@ class Engine:
         """Of this process among those that run the model together, once the engine has been entered; 0 takes the
         requests, and is all there is in one process.
         """
-        session = self._session
+        session = self._lives.session
         return 0 if session is None else session.rank
 
     @property
@@ -488,17 +448,17 @@ class Engine:
     @property
     def state(self) -> EngineState:
         """Where the engine is in its life."""
-        session = self._session
+        session = self._lives.session
         return "created" if session is None else session.state
 
     def describe(self) -> list[Choice]:
         """What was decided at start, and why; empty before the engine has run."""
-        session = self._session
+        session = self._lives.session
         return [] if session is None else list(session.choices)
 
     def health(self) -> Health:
         """Whether the engine can serve; tells dead *and* hung. Never blocks."""
-        session = self._session
+        session = self._lives.session
         if session is None or session.worker.core is None:
             error = None if session is None else session.worker.error
             return Health(self.state, False, False, None, error)
@@ -514,13 +474,7 @@ class Engine:
         Raises:
             EngineClosed: the engine has not run yet.
         """
-        session = self._session
+        session = self._lives.session
         if session is None or session.worker.core is None:
             raise EngineClosed("the engine has not run yet")
         return session.worker.core.stats(session.num_wakeups)
-
-
-def _stop(reference: weakref.ref[Worker]) -> None:
-    worker = reference()  # alive as long as its thread
-    if worker is not None:
-        worker.stop()

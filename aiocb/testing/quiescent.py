@@ -36,7 +36,7 @@ async def assert_quiescent(engine: Engine) -> None:
         AssertionError: naming everything that was found.
         TimeoutError: the worker does not answer.
     """
-    session = engine._session
+    session = engine._lives.session
     if session is None:
         return
     worker = session.worker
@@ -73,7 +73,7 @@ async def settle(engine: Engine) -> None:
     Raises:
         TimeoutError: the worker does not answer.
     """
-    session = engine._session
+    session = engine._lives.session
     if session is not None:
         await submitted(engine)
         await _barrier(session)
@@ -86,7 +86,7 @@ async def submitted(engine: Engine) -> None:
 
     Streams of tasks that were made just before count; the worker itself may stand still (see `Gate`).
     """
-    session = engine._session
+    session = engine._lives.session
     if session is not None and session.encoder.is_alive:
         await asyncio.sleep(0)
         await session.encoder.submit(int)  # a job after all others

@@ -261,8 +261,8 @@ async def test_a_batch_is_prepared_ahead() -> None:
         prompts: list[Any] = [MESSAGES, *[[number] for number in range(20)]]
         batch = asyncio.create_task(setup.engine.generate_batch(prompts, max_new_tokens=2))
         await tokenizer.rendering()
-        assert setup.engine._session is not None
-        assert setup.engine._session.encoder._jobs.qsize() == 20
+        assert setup.engine._lives.session is not None
+        assert setup.engine._lives.session.encoder._jobs.qsize() == 20
         tokenizer.go.set()
         setup.gate.open()
         completions = await batch

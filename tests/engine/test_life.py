@@ -419,7 +419,7 @@ async def test_draining_lets_in_all_that_had_begun_however_full_the_queue(is_beg
         tasks = [asyncio.create_task(setup.engine.generate([index], max_new_tokens=2)) for index in range(6)]
         await asyncio.sleep(0)  # each has begun, and is being prepared
         if not is_begun_only:
-            session = setup.engine._session
+            session = setup.engine._lives.session
             assert session is not None
             await spin(lambda: sum(len(line._places) for line in session.room._lines) >= 4)
         closing = asyncio.create_task(setup.engine.aclose(drain=None))

@@ -58,7 +58,7 @@ def test_one_entry_many_loops_one_after_another(loop_factory: LoopFactory) -> No
         async with engine:
             for _ in range(20):
                 await asyncio.to_thread(lambda: asyncio.run(use()))
-            session = engine._session
+            session = engine._lives.session
             assert session is not None and len(session._bridges) <= 2
             await use()
             assert engine.stats().num_loop_wakeups == 21  # one each: `generate` is delivered at its end

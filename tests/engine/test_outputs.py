@@ -372,7 +372,7 @@ async def test_a_failing_detokenizer_ends_its_request_only(tokenizer: Any, monke
         good = engine.stream("good", max_new_tokens=30)
         await good.__aenter__()
         monkeypatch.setattr(PieceDetokenizer, "push", failing_push)
-        session = engine._session
+        session = engine._lives.session
         assert session is not None and session.text is not None
         make = session.text.token_text.detokenizer
 

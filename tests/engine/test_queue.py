@@ -456,8 +456,8 @@ async def test_room_that_is_given_up_goes_to_another_loop(monkeypatch: pytest.Mo
         await second.__aenter__()  # fills the queue
 
         def num_lines() -> int:
-            assert setup.engine._session is not None
-            return sum(line.is_waiting for line in setup.engine._session.room._lines)
+            assert setup.engine._lives.session is not None
+            return sum(line.is_waiting for line in setup.engine._lives.session.room._lines)
 
         here = asyncio.create_task(setup.engine.generate([1, 2], max_new_tokens=2))
         await spin(lambda: num_lines() == 1)
@@ -478,7 +478,7 @@ async def test_who_is_let_in_and_needs_no_room_leaves_nobody_standing() -> None:
         tasks = await fill(setup, 1)
         nothing = asyncio.create_task(setup.engine.generate([7], max_new_tokens=0))
         last = asyncio.create_task(setup.engine.generate([8, 9], max_new_tokens=2))
-        session = setup.engine._session
+        session = setup.engine._lives.session
         assert session is not None
         await spin(lambda: sum(len(line._places) for line in session.room._lines) == 2)
         setup.gate.open()

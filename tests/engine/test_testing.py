@@ -47,7 +47,7 @@ async def test_assert_quiescent_finds_lost_blocks(checks: bool) -> None:
     config = aiocb.EngineConfig(debug_checks=checks)  # with them, the engine notices by itself
     async with running(config=config) as setup:
         await setup.engine.generate([1], max_new_tokens=2)
-        session = setup.engine._session
+        session = setup.engine._lives.session
         assert session is not None and session.worker.core is not None
         pool = session.worker.core.scheduler.cache.pools[0]
         blocks = pool.try_allocate(1)
