@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_and_shown(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "scripts" / "figures", tmp_path], check=True, timeout=120)
     drawn = {path.name for path in tmp_path.iterdir()}

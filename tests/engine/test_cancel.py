@@ -161,6 +161,7 @@ async def test_a_resumed_conversation_hits_the_prefix_of_the_cancelled_one() -> 
         assert list(completion.token_ids) == solo(LONG + tokens, 4)
 
 
+@pytest.mark.slow
 async def test_fire_and_forget_completes() -> None:
     """A task whose reference is dropped is kept by the loop while its stream is waited for."""
     async with running() as setup:
@@ -258,6 +259,7 @@ async def storm(engine: aiocb.Engine, chance: random.Random, num_tasks: int) -> 
     return num_survivors
 
 
+@pytest.mark.slow
 def test_cancel_storm(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """A thousand tasks cancelled at random points, three times over, in fresh loops over one engine."""
     runner = FakeRunner(num_blocks=600)

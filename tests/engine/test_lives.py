@@ -195,6 +195,7 @@ async def test_a_stream_is_read_where_it_was_opened() -> None:
         await assert_quiescent(engine)
 
 
+@pytest.mark.slow
 async def test_every_life_says_once_what_it_chose(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

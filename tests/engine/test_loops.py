@@ -212,6 +212,7 @@ def test_engines_that_failed_are_freed(loop_factory: LoopFactory) -> None:
     assert [reference() for reference in references] == [None, None]
 
 
+@pytest.mark.slow
 def test_nothing_piles_up_over_many_entries(loop_factory: LoopFactory) -> None:
     engine = made()
 
@@ -343,6 +344,7 @@ async def lag_during(action: Callable[[], asyncio.Task[None]]) -> list[float]:
     return sorted(lags)
 
 
+@pytest.mark.slow
 async def test_a_step_of_200_ms_does_not_hold_up_the_loop() -> None:
     async with running(step_time=0.2) as setup:
 
@@ -416,6 +418,7 @@ async def test_16_threads_share_one_tokenizer(smollm2: object) -> None:
         assert len({completion.text for completion in completions}) == 1
 
 
+@pytest.mark.slow
 async def test_an_idle_engine_uses_no_cpu_and_then_serves() -> None:
     async with running() as setup:
         await setup.engine.generate([1], max_new_tokens=2)

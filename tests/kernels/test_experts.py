@@ -19,6 +19,8 @@ from tests.kernels.test_families import make, prompts_of, runner_of
 from tests.kernels.test_invariance import _record
 from tests.steps import CallbackSampler, execute
 
+pytestmark = pytest.mark.slow
+
 Tensor = torch.Tensor
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
 

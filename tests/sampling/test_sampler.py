@@ -345,6 +345,7 @@ def test_prompt_logprobs_over_chunks() -> None:
     assert result.token_ids == [int(logits[0].argmax()), None]
 
 
+@pytest.mark.slow
 def test_state_goes_with_its_request() -> None:
     vocab_size = 200
     sampling = params(vocab_size, repetition_penalty=1.2, no_repeat_ngram_size=3, logits_processors=forbid_seven)

@@ -48,6 +48,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_fast_path_is_taken_where_it_should_be(named_tokenizer: tuple[str, Any]) -> None:
     from .conftest import EXACT
 
