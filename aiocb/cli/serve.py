@@ -63,6 +63,7 @@ def run_server(model: ModelOptions, options: ServeOptions) -> int:
     try:
         from aiocb.serve import ServeConfig
         from aiocb.serve.run import serve
+        from aiocb.serve.service import LoadProgress
     except ImportError as error:
         raise ConfigError(
             f"the server needs more packages ({error.name} is missing): pip install 'aiocb[serve]'"
@@ -77,9 +78,10 @@ def run_server(model: ModelOptions, options: ServeOptions) -> int:
         values["served_model_name"] = (model.model,)
     config = ServeConfig(**values)
     _log_to_stderr()
-    engine = build_engine(model, None, max_queue_size=max_queue_size)
+    progress = LoadProgress()
+    engine = build_engine(model, progress, max_queue_size=max_queue_size)
     with contextlib.suppress(KeyboardInterrupt):
-        failure = serve(engine, config)
+        failure = serve(engine, config, progress)
         if failure is not None:
             print(f"cannot load {model.model}: {one_line(explain(failure))}", file=sys.stderr)
             return 1

@@ -7,5 +7,6 @@ uvicorn ─► Observer, Guard ─► route ─► Generation ─► Engine.stre
 
 from aiocb.serve.app import create_app
 from aiocb.serve.config import ServeConfig
+from aiocb.serve.service import LoadProgress
 
-__all__ = ["ServeConfig", "create_app"]
+__all__ = ["LoadProgress", "ServeConfig", "create_app"]

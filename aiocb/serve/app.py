@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,10 @@ from aiocb.serve.chat import Chat
 from aiocb.serve.completions import Completions
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
+from aiocb.serve.generation import Resume
 from aiocb.serve.looking import Health, Models, Stats
 from aiocb.serve.middleware import Guard, Observer
-from aiocb.serve.service import Service
+from aiocb.serve.service import LoadProgress, Service
 from aiocb.serve.sse import Heartbeats
 from aiocb.serve.tokens import Detokenize, Tokenize
 from aiocb.serve.wire import ChatRequest, CompletionRequest
@@ -34,7 +34,7 @@ __all__ = ["create_app"]
 _OPEN_PATHS = ("/health", "/")
 
 
-def create_app(engine: Engine, config: ServeConfig | None = None) -> Starlette:
+def create_app(engine: Engine, config: ServeConfig | None = None, progress: LoadProgress | None = None) -> Starlette:
     """Return the server as an ASGI application; its lifespan starts the engine, and leaves it at the end.
 
     The application is up while the model is loaded: `/health` says how far it is, requests are answered 503. Mount it
@@ -43,25 +43,25 @@ def create_app(engine: Engine, config: ServeConfig | None = None) -> Starlette:
     Args:
         engine: of which there is one per server; it may be running already.
         config: settings.
+        progress: what the engine tells how far its model is loaded; `/health` shows it.
     """
-    service = Service(engine, config or ServeConfig())
+    service = Service(engine, config or ServeConfig(), progress or LoadProgress())
     config = service.config
-    heartbeats = Heartbeats(config.heartbeat)
+    heartbeats = Heartbeats(config.heartbeat, service.num_waiting)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        started = asyncio.Event()
-        tasks = [asyncio.create_task(service.run(started)), asyncio.create_task(heartbeats.run())]
+        service.spawn(service.run())
+        service.spawn(heartbeats.run())
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await service.end()
 
     routes = [
         Route("/v1/chat/completions", Chat(service, heartbeats, ChatRequest), methods=["POST"]),
         Route("/v1/completions", Completions(service, heartbeats, CompletionRequest), methods=["POST"]),
+        Route("/v1/streams/{id}", Resume(service, heartbeats), methods=["GET"]),
         Route("/v1/models", Models(service), methods=["GET"]),
         Route("/v1/models/{name:path}", Models(service), methods=["GET"]),
         Route("/tokenize", Tokenize(service), methods=["POST"]),

@@ -113,9 +113,10 @@ def _refuse_constant(name: str) -> Any:
 
 def _refusal(error: ValidationError) -> ApiError:
     """The first of what is wrong, with its place."""
-    found = error.errors(include_url=False, include_input=False, include_context=False)
+    found = error.errors(include_url=False, include_input=False)
     first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-    place = _pointer(first["loc"])
+    field = first.get("ctx", {}).get("field")
+    place = _pointer((*first["loc"], field) if field else first["loc"])
     if first["type"] == "extra_forbidden":
         return ApiError(
             400,
@@ -124,7 +125,8 @@ def _refusal(error: ValidationError) -> ApiError:
             code="unknown_parameter",
         )
     what = first["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    codes = {"missing": "missing_required_parameter", "refused": "unsupported_parameter"}
+    code = codes.get(first["type"], "invalid_value")
     return ApiError(400, f"{place}: {what}" if place else what, param=place or None, code=code)
 
 

@@ -73,7 +73,7 @@ class ChatAnswer(Answer):
         self._text = text
         self._num_top = num_top
         self._wants_usage = wants_usage
-        self._id = call_id
+        self.call_id = call_id
         self._created = int(time.time())
         self._model = name
         self._usage = UsageSum(n)
@@ -126,7 +126,7 @@ class ChatAnswer(Answer):
                 }
             )
         return {
-            "id": self._id,
+            "id": self.call_id,
             "object": "chat.completion",
             "created": self._created,
             "model": self._model,

@@ -62,6 +62,7 @@ class CompletionAnswer(Answer):
     def __init__(
         self, call_id: str, name: str, n: int, text: TextProcessor, num_top: int | None, wants_usage: bool
     ) -> None:
+        self.call_id = call_id
         self._text = text
         self._num_top = num_top
         self._wants_usage = wants_usage

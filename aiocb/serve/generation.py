@@ -15,20 +15,24 @@ import contextlib
 import logging
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from aiocb.errors import AiocbError
 from aiocb.outputs import Chunk, Completion
 from aiocb.serve.body import ClientGone, Receive, Scope, Send, parse, read_body
 from aiocb.serve.errors import ApiError, error_of
 from aiocb.serve.respond import Endpoint, send_json
+from aiocb.serve.resume import Replay
 from aiocb.serve.service import Call, Service
 from aiocb.serve.sse import EventStream, Heartbeats
 from aiocb.serve.wire import GenerationRequest
 
-__all__ = ["Answer", "Asked", "Generation"]
+if TYPE_CHECKING:
+    from aiocb.engine.stream import Stream
+
+__all__ = ["Answer", "Asked", "Generation", "Resume"]
 
 log = logging.getLogger("aiocb.serve")
 
@@ -36,7 +40,13 @@ Request = TypeVar("Request", bound=GenerationRequest)
 
 
 class Answer(ABC):
-    """Writes one answer in the words of one interface; frames are bytes of an event stream, ready to be sent."""
+    """Writes one answer in the words of one interface; frames are bytes of an event stream, ready to be sent.
+
+    Attributes:
+        call_id: of the answer on the wire.
+    """
+
+    call_id: str
 
     @abstractmethod
     def begin(self) -> bytes:
@@ -109,20 +119,28 @@ class Generation(Endpoint, Generic[Request]):
         streams = [service.engine.stream(prompt, on_full="refuse", **options) for prompt in asked.prompts]
         call = Call(streams)
         service.add(call)
-        watcher = asyncio.create_task(_watch(receive, call))
+        watcher = asyncio.create_task(_watch(receive, call.leave))
+        is_handed_over = False
         try:
             async with contextlib.AsyncExitStack() as stack:
                 for stream in streams:
                     await stack.enter_async_context(stream)
                 if call.is_gone:
                     raise ClientGone
-                if request.stream:
+                if not request.stream:
+                    await self._whole(call, asked, send)
+                elif not request.resume:
                     await self._stream(call, asked, send)
                 else:
-                    await self._whole(call, asked, send)
+                    replay = self._replay(call, asked)
+                    watcher.cancel()
+                    service.spawn(self._keep(call, asked, replay, stack.pop_all()))
+                    is_handed_over = True
+                    await _play(replay, None, receive, send, self._heartbeats)
         finally:
-            service.remove(call)
             watcher.cancel()
+            if not is_handed_over:
+                service.remove(call)
 
     def _bounded(self, request: Request, asked: Asked) -> dict[str, Any]:
         """The options within the server's bounds.
@@ -131,6 +149,13 @@ class Generation(Endpoint, Generic[Request]):
             ApiError: more choices than this server makes.
         """
         config, options = self.service.config, asked.options
+        if request.resume and not (config.resume_window and request.stream):
+            raise ApiError(
+                400,
+                "resume needs a stream, and a server with --resume-window",
+                param="resume",
+                code="unsupported_parameter",
+            )
         if request.n * len(asked.prompts) > config.max_n:
             raise ApiError(
                 400, f"n={request.n} for {len(asked.prompts)} prompts is more than {config.max_n} choices", param="n"
@@ -156,33 +181,92 @@ class Generation(Endpoint, Generic[Request]):
         await send_json(send, asked.answer.whole(completions))
 
     async def _stream(self, call: Call, asked: Asked, send: Send) -> None:
-        answer, n = asked.answer, asked.options.get("n", 1)
         output = EventStream(send, self._heartbeats)
         await output.start()
         try:
-            await output.write(answer.begin())
-            if len(call.streams) == 1:
-                async for chunk in call.streams[0]:
-                    await output.write(answer.chunk(chunk.index, chunk))
-            else:
-                async with _first_failure(), asyncio.TaskGroup() as group:
-                    for number, stream in enumerate(call.streams):
-                        group.create_task(_read(stream, number * n, answer, output))
-            if call.is_gone:
-                return
-            last = answer.end() if call.error is None else answer.fail(call.error)
-        except AiocbError as error:
-            if call.is_gone:
-                return
-            last = answer.fail(call.error or error_of(error))
+            last = await _pump(call, asked, output.write)
         finally:
             output.close()
-        await output.end(last)
+        if not call.is_gone:
+            await output.end(last)
+
+    def _replay(self, call: Call, asked: Asked) -> Replay:
+        """Where the events of a stream are kept that is to be resumed."""
+        service, config = self.service, self.service.config
+
+        def abandon() -> None:
+            service.replays.remove(replay)
+            call.leave()
+
+        replay = Replay(asked.answer.call_id, config.resume_buffer, config.resume_window, abandon)
+        service.replays.add(replay)
+        return replay
+
+    async def _keep(self, call: Call, asked: Asked, replay: Replay, stack: contextlib.AsyncExitStack) -> None:
+        """Read a stream to its end, whether or not somebody listens."""
+
+        async def write(frames: bytes) -> None:
+            replay.write(frames)
+
+        try:
+            async with stack:
+                replay.write(await _pump(call, asked, write))
+        finally:
+            replay.end()
+            self.service.remove(call)
 
 
-async def _read(stream: Any, first: int, answer: Answer, output: EventStream) -> None:
+class Resume(Endpoint):
+    """`GET /v1/streams/{id}`: goes on with a stream whose connection has broken, behind `Last-Event-ID`."""
+
+    def __init__(self, service: Service, heartbeats: Heartbeats) -> None:
+        self._service = service
+        self._heartbeats = heartbeats
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events that follow."""
+        replay = self._service.replays.find(scope["path_params"]["id"])
+        last = dict(scope["headers"]).get(b"last-event-id")
+        await _play(replay, None if last is None else last.decode("latin-1"), receive, send, self._heartbeats)
+
+
+async def _play(replay: Replay, last: str | None, receive: Receive, send: Send, heartbeats: Heartbeats) -> None:
+    """Send the events of a kept stream while its client listens."""
+    reader, number = replay.attach(last)
+    watcher = asyncio.create_task(_watch(receive, lambda: replay.detach(reader)))
+    output = EventStream(send, heartbeats)
+    try:
+        await output.start([(b"x-stream-id", replay.stream_id.encode())])
+        while (found := await replay.read(reader, number)) is not None:
+            frames, number = found
+            await output.write(frames)
+        await output.end(b"")
+    finally:
+        output.close()
+        replay.detach(reader)
+        watcher.cancel()
+
+
+async def _pump(call: Call, asked: Asked, write: Callable[[bytes], Awaitable[None]]) -> bytes:
+    """Write what an answer's streams bring; return its last frames. What fails is told in them."""
+    answer, n = asked.answer, asked.options.get("n", 1)
+    try:
+        await write(answer.begin())
+        if len(call.streams) == 1:
+            async for chunk in call.streams[0]:
+                await write(answer.chunk(chunk.index, chunk))
+        else:
+            async with _first_failure(), asyncio.TaskGroup() as group:
+                for number, stream in enumerate(call.streams):
+                    group.create_task(_read(stream, number * n, answer, write))
+    except AiocbError as error:
+        return answer.fail(call.error or error_of(error))
+    return answer.end() if call.error is None else answer.fail(call.error)
+
+
+async def _read(stream: Stream, first: int, answer: Answer, write: Callable[[bytes], Awaitable[None]]) -> None:
     async for chunk in stream:
-        await output.write(answer.chunk(first + chunk.index, chunk))
+        await write(answer.chunk(first + chunk.index, chunk))
 
 
 @contextlib.asynccontextmanager
@@ -197,8 +281,8 @@ async def _first_failure() -> AsyncIterator[None]:
         raise
 
 
-async def _watch(receive: Receive, call: Call) -> None:
-    """Free what a call holds when its client leaves."""
+async def _watch(receive: Receive, on_gone: Callable[[], object]) -> None:
+    """Call when the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    call.leave()
+    on_gone()

@@ -33,7 +33,7 @@ class Models(Endpoint):
         entry: dict[str, Any] = {"id": name, "object": "model", "created": service.created, "owned_by": "aiocb"}
         if name != service.names[0]:
             entry["root"] = service.names[0]
-        if service.loading is None and service.failure is None:
+        if not service.is_loading and service.failure is None:
             tokenizer = service.engine.tokenizer
             entry["max_model_len"] = service.engine.max_request_tokens
             entry["capabilities"] = {"chat": getattr(tokenizer, "chat_template", None) is not None}
@@ -54,7 +54,7 @@ class Health(Endpoint):
         status = "ok" if health.is_ok else "dead"
         if error is not None:
             status = "dead"
-        elif service.loading is not None:
+        elif service.is_loading:
             status = "loading"
         elif health.is_hung:
             status = "hung"
@@ -67,8 +67,8 @@ class Health(Endpoint):
             "step_age_seconds": health.step_age_s,
             "error": None if error is None else explain(error),
         }
-        if service.loading is not None:
-            body["loading"] = {"stage": service.loading[0], "fraction": service.loading[1]}
+        if service.is_loading:
+            body["loading"] = {"stage": service.progress.stage, "fraction": service.progress.fraction}
         await send_json(send, body, 200 if status == "ok" else 503, {"cache-control": "no-store"})
 
 
@@ -80,6 +80,6 @@ class Stats(Endpoint):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """503 before the engine has run."""
-        if self._service.loading is not None:
+        if self._service.is_loading:
             raise ApiError(503, "the model is still being loaded", code="loading", headers={"retry-after": "5"})
         await send_json(send, self._service.stats(), headers={"cache-control": "no-store"})

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from aiocb.serve.app import create_app
 from aiocb.serve.config import ServeConfig
-from aiocb.serve.service import Service
+from aiocb.serve.service import LoadProgress, Service
 
 if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
@@ -74,37 +74,50 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, whose first signal lets open requests end and whose second one does not."""
+    """uvicorn, whose first signal lets open requests end, whose second ends them, and whose third does not wait."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         service.on_failure(self._fail)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain on the first signal, stop on the second."""
-        if self._draining is not None:
-            self.should_exit = self.force_exit = True
-            return
-        loop = asyncio.get_event_loop()
-        self._draining = loop.create_task(self._drain())
+    async def startup(self, sockets: Any = None) -> None:
+        """Listen."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
 
-    def _fail(self) -> None:
-        self.should_exit = True
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Count a signal; runs between two instructions of the main thread."""
+        if self._loop is None:
+            self.should_exit = True
+        elif self.should_exit:
+            self.force_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            self._service.hurry()
 
     async def _drain(self) -> None:
         await self._service.drain(self._service.config.drain)
         self.should_exit = True
 
+    def _fail(self) -> None:
+        self.should_exit = True
 
-def serve(engine: Engine, config: ServeConfig) -> BaseException | None:
+
+def serve(engine: Engine, config: ServeConfig, progress: LoadProgress) -> BaseException | None:
     """Serve until SIGINT or SIGTERM; return what the engine could not be started for, if so.
 
     Raises:
         SystemExit: the address is taken.
     """
-    app = create_app(engine, config)
+    app = create_app(engine, config, progress)
     settings = uvicorn.Config(
         app,
         host=config.host,

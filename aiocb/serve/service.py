@@ -5,22 +5,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
+from aiocb.serve.resume import Replays
 
 if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
     from aiocb.engine.stream import Stream
     from aiocb.text.processor import TextProcessor
 
-__all__ = ["Call", "Service"]
+__all__ = ["Call", "LoadProgress", "Service"]
 
 log = logging.getLogger("aiocb.serve")
 
 _STOPPING = "the server is stopping; send the request again"
+
+
+class LoadProgress:
+    """How far the loading of a model is: pass it to `Engine.from_pretrained(progress=)` and to `create_app`.
+
+    Attributes:
+        stage, fraction: as the worker's thread has told them last.
+    """
+
+    def __init__(self) -> None:
+        self.stage = "starting"
+        self.fraction = 0.0
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        """Note it; called in the worker's thread."""
+        self.stage, self.fraction = stage, fraction
 
 
 class Call:
@@ -62,21 +79,26 @@ class Service:
         engine, config: as given.
         names: of the model on the wire; the first is shown.
         created: when it was started, in seconds of the epoch.
-        loading: stage and fraction of the model's loading, until it runs.
+        progress: how far the loading is.
+        is_loading: it has not ended yet.
         failure: why the engine could not be started.
         is_draining: nothing new is accepted.
+        replays: streams that can be resumed.
     """
 
-    def __init__(self, engine: Engine, config: ServeConfig) -> None:
+    def __init__(self, engine: Engine, config: ServeConfig, progress: LoadProgress) -> None:
         self.engine = engine
         self.config = config
         self.names = config.served_model_name or (engine.name,)
         self.created = int(time.time())
-        self.loading: tuple[str, float] | None = ("starting", 0.0)
+        self.progress = progress
+        self.is_loading = True
         self.failure: BaseException | None = None
         self.is_draining = False
+        self.replays = Replays(config.max_resumable)
         self._calls: set[Call] = set()
-        self._idle: list[asyncio.Future[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle: asyncio.Future[None] | None = None
         self._on_failure: Callable[[], object] = lambda: None
 
     # ── names and readiness ──────────────────────────────────────────────────────────────────────────────────────
@@ -104,19 +126,13 @@ class Service:
         """
         if self.is_draining:
             raise ApiError(503, _STOPPING, code="draining", headers={"retry-after": "5"})
-        if self.loading is not None:
-            stage, fraction = self.loading
+        if self.is_loading:
             raise ApiError(
                 503,
-                f"the model is still being loaded ({stage}, {fraction:.0%}); try again soon",
+                f"the model is still being loaded ({self.progress.stage}, {self.progress.fraction:.0%}): wait",
                 code="loading",
                 headers={"retry-after": "5"},
             )
-
-    def note_progress(self, stage: str, fraction: float) -> None:
-        """Of loading; called in the worker's thread."""
-        if self.loading is not None:
-            self.loading = (stage, fraction)
 
     @property
     def text(self) -> TextProcessor:
@@ -133,19 +149,30 @@ class Service:
         """Have it called when the engine cannot be started."""
         self._on_failure = callback
 
-    async def run(self, started: asyncio.Event) -> None:
+    async def run(self) -> None:
         """Keep the engine running until this is cancelled; a failure to start it is kept in `failure`."""
         try:
             async with self.engine:
-                self.loading = None
-                started.set()
+                self.is_loading = False
                 await asyncio.Event().wait()
         except Exception as error:
             self.failure = error
-            self.loading = None
-            started.set()
+            self.is_loading = False
             log.error("the engine could not be started: %s", error)
             self._on_failure()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something that outlives the request that began it; ended with the server."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def end(self) -> None:
+        """Cancel what still runs, and wait for it."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -162,26 +189,25 @@ class Service:
         """Note that a call has ended."""
         self._calls.discard(call)
         if not self._calls:
-            for waiter in self._idle:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._idle.clear()
+            self.hurry()
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let calls go on for so long, and end the rest with an error."""
+        """Take nothing new, let calls go on for so long (or until `hurry`), and end the rest with an error."""
         self.is_draining = True
-        try:
-            async with asyncio.timeout(seconds):
-                await self._until_idle()
-        except TimeoutError:
-            for call in tuple(self._calls):
-                call.abort(ApiError(503, _STOPPING, code="draining"))
-
-    async def _until_idle(self) -> None:
         if self._calls:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle.append(waiter)
-            await waiter
+            self._idle = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._idle], timeout=seconds)
+        for call in tuple(self._calls):
+            call.abort(ApiError(503, _STOPPING, code="draining"))
+
+    def hurry(self) -> None:
+        """Do not wait for calls any longer."""
+        if self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return self.engine.stats().num_requests_waiting
 
     def stats(self) -> dict[str, Any]:
         """See `aiocb.serve.stats`."""

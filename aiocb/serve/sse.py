@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as quote
 
 from aiocb.serve.body import Send
@@ -15,7 +15,6 @@ from aiocb.serve.body import Send
 __all__ = ["DONE", "EventStream", "Heartbeats", "data", "quote"]
 
 DONE = b"data: [DONE]\n\n"
-_COMMENT = b": still here\n\n"
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -32,10 +31,15 @@ class Heartbeats:
     """Writes a comment into every stream in which nothing has moved for `interval` seconds.
 
     One task for all streams: a timer per chunk would cost more than the chunk.
+
+    Args:
+        interval: seconds; 0 writes none.
+        count_waiting: how many requests stand in the queue.
     """
 
-    def __init__(self, interval: float) -> None:
+    def __init__(self, interval: float, count_waiting: Callable[[], int]) -> None:
         self.interval = interval
+        self._count_waiting = count_waiting
         self._streams: set[EventStream] = set()
 
     def add(self, stream: EventStream) -> None:
@@ -48,11 +52,14 @@ class Heartbeats:
 
     async def run(self) -> None:
         """Do so until cancelled."""
-        while True:
-            await asyncio.sleep(self.interval / 4 if self.interval else 3600.0)
+        while self.interval:
+            await asyncio.sleep(self.interval / 4)
             before = time.monotonic() - self.interval
-            for stream in [each for each in self._streams if each.written_at <= before]:
-                await stream.comment()
+            silent = [each for each in self._streams if each.written_at <= before]
+            if silent:
+                comment = b": still here; %d requests wait\n\n" % self._count_waiting()
+                for stream in silent:
+                    await stream.comment(comment)
 
 
 class EventStream:
@@ -87,10 +94,10 @@ class EventStream:
                 self._is_writing = False
             self.written_at = time.monotonic()
 
-    async def comment(self) -> None:
+    async def comment(self, comment: bytes) -> None:
         """Write a comment, which clients skip; nothing while the client is behind."""
         if not self._is_ended and not self._is_writing:
-            await self.write(_COMMENT)
+            await self.write(comment)
 
     async def end(self, frames: bytes) -> None:
         """Write the last frames."""

@@ -41,7 +41,9 @@ class Wire(BaseModel):
         kept = {name: value for name, value in values.items() if value is not None}
         for name, (allowed, reason) in cls.REFUSED.items():
             if name in kept and not any(type(each) is type(kept[name]) and each == kept[name] for each in allowed):
-                raise PydanticCustomError("refused", f"{name} is not supported here: {reason}")
+                raise PydanticCustomError(
+                    "refused", "is not supported here: {reason}", {"field": name, "reason": reason}
+                )
             kept.pop(name, None)
         return kept
 
@@ -130,7 +132,7 @@ class GenerationRequest(Wire):
         if self.limit() is not None:
             options["max_new_tokens"] = self.limit()
         if self.logit_bias:
-            options["logit_bias"] = {_token_id(key): float(value) for key, value in self.logit_bias.items()}
+            options["logit_bias"] = {int(key): float(value) for key, value in self.logit_bias.items()}
         return options
 
     @model_validator(mode="after")
@@ -141,10 +143,6 @@ class GenerationRequest(Wire):
                     "bias", f"logit_bias: keys are token ids as texts of digits, not {key[:20]!r}"
                 )
         return self
-
-
-def _token_id(key: str) -> int:
-    return int(key)
 
 
 class ChatRequest(GenerationRequest):
@@ -220,7 +218,7 @@ class TokenizeRequest(Wire):
     @model_validator(mode="after")
     def _check_one(self) -> Any:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("one", "give either prompt or messages")
+            raise PydanticCustomError("one", "give either prompt or messages", {"field": "prompt"})
         return self
 
 
