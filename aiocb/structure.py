@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
-from aiocb.checks import items_of
+from aiocb.checks import is_deep_json, items_of
 from aiocb.errors import InvalidRequest, explain, show_value
 
 __all__ = ["CompiledStructure", "Structure", "StructureKind", "schema_text", "structure_of"]
@@ -63,6 +63,8 @@ def schema_text(schema: Any) -> str:
             schema = make()
         if isinstance(schema, str):
             _check_length("json_schema", schema)
+            if is_deep_json(schema, 2 * _MAX_DEPTH):
+                raise InvalidRequest(f"json_schema is nested deeper than {_MAX_DEPTH} levels")
             schema = json.loads(schema)
         if not isinstance(schema, (Mapping, bool)):
             raise InvalidRequest(

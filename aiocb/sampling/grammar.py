@@ -37,6 +37,8 @@ _BYTES_PER_GRAMMAR = 200_000
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """No room for whitespace: small models fill it to the last token."""
 _QUOTED = re.compile(r"""["'`]([\w$-]+)["'`]""")
+_TEXTUAL = ("type", "format", "pattern", "$ref")
+"""Keywords that a message names by their value."""
 
 
 class Grammar:
@@ -130,7 +132,9 @@ class Matcher:
         return tuple(tokens[:-1] if probe.is_stopped() else tokens)
 
     def _reason(self) -> str:
-        return "it was complete" if self.is_complete else (self._matcher.get_error() or self._matcher.stop_reason())
+        if self.is_complete:
+            return "it was complete"
+        return " ".join(str(self._matcher.get_error() or self._matcher.stop_reason()).partition("<state>")[0].split())
 
 
 def _set(bits: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], value: bool) -> None:
@@ -221,6 +225,8 @@ class Compiler:
             matcher = library.LLMatcher(self._own, source, log_level=0)
         except Exception as error:
             raise InvalidRequest(f"{structure.kind} cannot be compiled: {explain(error)}") from error
+        if not matcher.is_error() and not any(matcher.compute_bitmask()):
+            raise InvalidRequest(f"{structure.kind} cannot be fulfilled: nothing may be the first token")
         if matcher.is_error():
             raise InvalidRequest(_refusal(structure, str(matcher.get_error())))
         return matcher
@@ -274,10 +280,16 @@ def _source(library: Any, structure: Structure) -> str:
 
 def _refusal(structure: Structure, message: str) -> str:
     """What the library says, with the place in the schema of what it names."""
-    message = " ".join(message.split())[:500]
+    message = " ".join(message.partition("<state>")[0].split())[:500]
     if structure.kind != "json_schema":
         return f"{structure.kind} is not supported: {message}"
-    named = set(_QUOTED.findall(message))
-    places = [pointer for pointer, _, name, _ in walk(json.loads(structure.text)) if name in named]
+    if "NoExtension" in message:
+        return "json_schema cannot be fulfilled: nothing may be the first token"
+    named, last = set(_QUOTED.findall(message)), message.rpartition(": ")[2]
+    places = [
+        pointer
+        for pointer, _, name, value in walk(json.loads(structure.text))
+        if name in named or (name in _TEXTUAL and value == last)
+    ]
     where = f" (at {places[0]})" if places else ""
     return f"json_schema is not supported{where}: {message}"

@@ -323,5 +323,5 @@ def failure_of(code: int) -> RequestFailed:
         return RequestFailed("the model's logits hold NaN")
     return RequestFailed(
         "every token is banned: no id is left by allowed_token_ids, bad words, biases, min_new_tokens, n-gram "
-        "blocking and logits processors together"
+        "blocking, logits processors and the output's structure together"
     )
