@@ -171,8 +171,8 @@ def apply_masks(logits: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]
         return failures
     banned = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    mask = torch.from_numpy(banned.view(np.bool_)).to(logits.device)  # [N, V]
-    logits[index] = logits[index].masked_fill_(mask, -torch.inf)
+    forbidden = torch.from_numpy(banned.view(np.bool_)).to(logits.device)  # [N, V]
+    logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)
     return failures
 
 

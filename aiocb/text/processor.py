@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.checks import check_ids
 from aiocb.errors import InvalidRequest, explain, show_value
-from aiocb.sampling.grammar import Compiler
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.structure import structure_of
 from aiocb.text.chat import ChatTemplate, SpecialTexts
@@ -27,6 +26,8 @@ from aiocb.text.stop_strings import StopMatcher, StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from aiocb.sampling.grammar import Compiler
 
 __all__ = ["TextProcessor"]
 
@@ -272,6 +273,8 @@ class TextProcessor:
         if structure is None:
             return sampling
         tokenizer = self._need_tokenizer("an output's structure")
+        from aiocb.sampling.grammar import Compiler  # which needs torch
+
         with self._lock:
             if self._compiler is None:
                 ends = [token_id for token_id in defaults.eos_token_ids if token_id < defaults.vocab_size]
