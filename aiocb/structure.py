@@ -20,6 +20,7 @@ StructureKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 _MAX_LENGTH = 1 << 18
 _MAX_DEPTH = 64
+_MAX_PARTS = 1 << 16
 _MAX_CHOICES = 10_000
 _OF_SCHEMAS = frozenset(
     {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
@@ -66,7 +67,10 @@ def schema_text(schema: Any) -> str:
             if is_deep_json(schema, 2 * _MAX_DEPTH):
                 raise InvalidRequest(f"json_schema is nested deeper than {_MAX_DEPTH} levels")
             schema = json.loads(schema)
-        if not isinstance(schema, (Mapping, bool)):
+            schema = {} if schema is True else schema
+        if schema is False:
+            raise InvalidRequest("json_schema is false: nothing fits it")
+        if not isinstance(schema, Mapping):
             raise InvalidRequest(
                 f"json_schema must be a mapping, JSON text, a pydantic model or True, not {show_value(schema)}"
             )
@@ -103,6 +107,8 @@ def structure_of(values: Mapping[str, Any]) -> Structure | None:
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{kind} must be a text that is not empty, not {show_value(value)}")
     _check_length(kind, value)
+    if kind == "grammar" and "x-guidance" in value:
+        raise InvalidRequest("grammar has x-guidance: schemas must not change how they are compiled")
     return Structure(kind, value)
 
 
@@ -141,10 +147,17 @@ def walk(schema: Any) -> Iterator[tuple[str, int, str, Any]]:
 
     What is no schema (names of properties, values of `const`, `enum`, `default` and `examples`) is looked through for
     its depth only.
+
+    Raises:
+        InvalidRequest: there is too much of it; objects that share their parts can have any number of paths.
     """
+    num_seen = 0
     stack: list[tuple[str, int, Any, str]] = [("#", 0, schema, "schema")]
     while stack:
         pointer, depth, value, kind = stack.pop()
+        num_seen += 1
+        if num_seen > _MAX_PARTS:
+            raise InvalidRequest(f"json_schema has more than {_MAX_PARTS} lists and objects")
         if depth > _MAX_DEPTH + 1:
             yield pointer, depth, "", value
             continue

@@ -5,8 +5,9 @@ Structure ─► Compiler (any thread, kept by content) ─► Grammar ─► Ma
 ```
 
 llguidance and not xgrammar: on the public collection of schemas (MaskBench) it accepted nothing that a schema forbids,
-where the other let a tenth through; what it does not support it says; its compilation is bounded by limits of its own
-(lexer fuel, states, items). A mask costs microseconds: that of a whole batch is made by the worker alone.
+where the other let a tenth through; what it does not support it says. Its masks are bounded by limits of its own (lexer
+fuel, states, items), its compilation by those and by `grammar_trial`. A mask costs microseconds: that of a whole batch
+is made by the worker alone.
 
 A matcher's state is a function of the tokens that the output has; it is made anew when a request is resumed.
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from aiocb.errors import InvalidRequest, RequestFailed, explain
+from aiocb.sampling.grammar_trial import try_out
 from aiocb.structure import Structure, walk
 
 __all__ = ["Compiler", "Grammar", "Matcher", "apply_masks"]
@@ -215,34 +217,44 @@ class Compiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = frozenset(end_ids)
-        self._lock = threading.Lock()  # single flight: who waits for the same structure finds it
+        self._flight = threading.Lock()  # single: who waits for the same structure finds it
+        self._table = threading.Lock()  # held for moments: what is kept is found while something else is compiled
         self._own: Any = None
         self._kept: OrderedDict[Structure, Grammar] = OrderedDict()
         self._num_bytes = 0
 
     def find(self, structure: Structure) -> Grammar | None:
-        """One that is kept; never waits."""
-        return self._kept.get(structure)
+        """One that is kept; never waits for what is being compiled."""
+        with self._table:
+            grammar = self._kept.get(structure)
+            if grammar is not None:
+                self._kept.move_to_end(structure)
+            return grammar
 
     def compile(self, structure: Structure) -> Grammar:
-        """Compile a structure, or find it. Takes milliseconds; a large one a second.
+        """Compile a structure, or find it. Takes milliseconds; one that has to be tried first, up to some seconds.
 
         Raises:
             InvalidRequest: the package is missing, the tokenizer cannot be used, or the structure is wrong, not
                 supported (by the name and place of what is not) or too complex.
         """
-        with self._lock:
-            grammar = self._kept.get(structure)
-            if grammar is not None:
-                self._kept.move_to_end(structure)
-                return grammar
-            grammar = Grammar(structure, self._start(structure), self._vocab_size, self._end_ids)
+        grammar = self.find(structure)
+        if grammar is not None:
+            return grammar
+        with self._flight:
+            grammar = self.find(structure)
+            if grammar is None:
+                grammar = Grammar(structure, self._start(structure), self._vocab_size, self._end_ids)
+                self._keep(structure, grammar)
+            return grammar
+
+    def _keep(self, structure: Structure, grammar: Grammar) -> None:
+        with self._table:
             self._kept[structure] = grammar
             self._num_bytes += _size_of(structure)
             while self._num_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1:
                 dropped, _ = self._kept.popitem(last=False)
                 self._num_bytes -= _size_of(dropped)
-            return grammar
 
     def _start(self, structure: Structure) -> Any:
         library = _library()
@@ -250,7 +262,10 @@ class Compiler:
             self._own = self._make_tokenizer()
         try:
             source = _source(library, structure)
+            try_out(library, structure, source)
             matcher = library.LLMatcher(self._own, source, log_level=0)
+        except InvalidRequest:
+            raise
         except Exception as error:
             raise InvalidRequest(f"{structure.kind} cannot be compiled: {explain(error)}") from error
         if not matcher.is_error() and not any(matcher.compute_bitmask()):

@@ -173,7 +173,9 @@ class Sampler:
         num_top = record.sampling.logprobs or 0
         if record.sampling.logprobs_mode == "processed":  # all else is forbidden
             return [TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if num_top else ()) for token in drafts]
-        return self.raw_logprobs(logits, torch.arange(len(drafts)), drafts, [num_top] * len(drafts))
+        return self.raw_logprobs(
+            logits, torch.arange(len(drafts), device=logits.device), drafts, [num_top] * len(drafts)
+        )
 
     def _batch_of(self, records: list[Record]) -> _Batch:
         """What is constant for these requests, kept from the last step where they are the same."""

@@ -34,7 +34,7 @@ WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 7, "logprobs": 2},
     {"temperature": 0.7, "top_p": 0.9, "seed": 8, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-    {"temperature": 1.3, "seed": 9, "logprobs": 1, "logprobs_mode": "processed"},
+    {"temperature": 1.3, "seed": 9, "logprobs": 2, "logprobs_mode": "processed"},
     {"temperature": 1.0, "seed": 10, "min_new_tokens": 5},
     {"temperature": 1.0, "seed": 11, "max_new_tokens": 12},
     {"temperature": 1.0, "seed": 12, "logits_processors": [lambda _, logits: logits * 0.5]},

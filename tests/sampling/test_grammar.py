@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from pydantic import BaseModel
 from aiocb.errors import InvalidRequest, RequestFailed
 from aiocb.sampling.grammar import Compiler, Grammar, Matcher, apply_masks
 from aiocb.sampling_params import ModelDefaults, SamplingParams
-from aiocb.structure import schema_text, structure_of
+from aiocb.structure import Structure, schema_text, structure_of
 from aiocb.testing.fake import EOS_TOKEN_ID, byte_tokenizer
 
 VOCAB = 300  # the head is padded beyond the tokenizer's 260
@@ -50,6 +52,7 @@ def accepts(compiler: Compiler, text: str, **structure: Any) -> bool:
 
 CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"json_schema": True}, ["{}", '{"a": [1, null, "x"]}'], ["[]", "1", "{ }", "{\n}", '{"a":1}']),
+    ({"json_schema": "true"}, ["{}", "[1, null]", '"x"'], ["{ }", "x"]),
     ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 120}}, ["3", "120"], ["2", "121", "3.0", "-5", "03"]),
     ({"json_schema": {"type": "number", "multipleOf": 7}}, ["14"], ["15"]),
     ({"json_schema": {"type": "string", "minLength": 2, "maxLength": 3}}, ["\"ab\"", "\"äöü\""], ["\"a\"", "\"abcd\""]),
@@ -94,6 +97,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"$ref": "#"}}, "cannot be fulfilled"),
     ({"json_schema": {"minLength": 5, "maxLength": 2, "type": "string"}}, "minLength"),
     ({"json_schema": {"type": "object", "x-guidance": {"lenient": True}}}, "#/x-guidance"),
+    ({"grammar": 'start: %json {"not": {}, "x-guidance": {"lenient": true}}'}, "x-guidance"),
+    ({"json_schema": False}, "nothing fits"),
     ({"json_schema": 3}, "json_schema must be"),
     ({"json_schema": "{"}, "no JSON"),
     ({"json_schema": '{"items":' * 20_000}, "deeper than 64"),
@@ -132,6 +137,56 @@ def test_bombs_are_refused_or_harmless(compiler: Compiler) -> None:
     for regex in ("(a{1,999}){1,999}", "((a{1,99}){1,99}){1,99}", "(a+)+"):
         assert allowed(start(compiler, regex=regex)) == {ord("a")}
     assert len(allowed(start(compiler, json_schema={"enum": [f"{at}" for at in range(10_000)]}))) == 1
+
+
+def chain(count: int, link: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    links = {str(at): link({"$ref": f"#/$defs/{at + 1}"}) for at in range(count)}
+    return {"$ref": "#/$defs/0", "$defs": {**links, str(count): {"type": "string"}}}
+
+
+def test_what_would_crash_or_hang_is_refused(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its trial elsewhere, each of these takes the whole process along, or minutes."""
+    monkeypatch.setattr("aiocb.sampling.grammar_trial._CPU_S", 1)
+    rules = "\n".join(f'r{at}: "a" r{at + 1}' for at in range(5000))
+    patterns = [{"type": "string", "pattern": f".*(a|b){{{at}}}.*c.{{{7 * at}}}d"} for at in range(1, 40)]
+    bombs: list[dict[str, Any]] = [
+        {"json_schema": chain(5000, lambda ref: ref)},
+        {"json_schema": chain(3000, lambda ref: {"type": "array", "items": ref})},
+        {"json_schema": {"allOf": patterns}},
+        {"grammar": f'start: r0\n{rules}\nr5000: "b"'},
+    ]
+    for structure in bombs:
+        with pytest.raises(InvalidRequest, match="too complex"):
+            start(compiler, **structure)
+
+
+def test_shared_parts_are_bounded() -> None:
+    shared: dict[str, Any] = {"type": "string"}
+    for _ in range(25):
+        shared = {"anyOf": [shared, shared]}
+    with pytest.raises(InvalidRequest, match="lists and objects"):
+        schema_text(shared)
+
+
+def test_what_is_kept_is_found_while_something_else_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = Compiler(byte_tokenizer(), VOCAB, (EOS_TOKEN_ID,))
+    kept = Structure("choice", '["a"]')
+    grammar = compiler.compile(kept)
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> None:
+        begun.set()
+        go.wait(20.0)
+
+    monkeypatch.setattr("aiocb.sampling.grammar.try_out", slow)
+    other = threading.Thread(target=compiler.compile, args=(Structure("regex", "b"),))
+    other.start()
+    try:
+        assert begun.wait(20.0)
+        assert compiler.compile(kept) is grammar
+    finally:
+        go.set()
+        other.join()
 
 
 def test_only_ends_of_the_request_end_it_and_only_when_it_is_complete(compiler: Compiler) -> None:
@@ -203,7 +258,7 @@ def test_equal_structures_are_compiled_once_and_kept_within_a_bound(monkeypatch:
     assert made[0] is made[1]
     monkeypatch.setattr("aiocb.sampling.grammar._MAX_KEPT_BYTES", 1_000_000)
     for number in range(50):
-        structure = structure_of({"regex": f"a{number}"})
+        structure = structure_of({"choice": [f"a{number}"]})
         assert structure is not None
         compiler.compile(structure)
     assert len(compiler._kept) < 10
