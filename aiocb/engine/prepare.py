@@ -15,6 +15,7 @@ from aiocb.checks import check_integer
 from aiocb.errors import InvalidRequest, explain, show_value
 from aiocb.sampling_params import MAX_SAMPLES, ModelDefaults, SamplingParams
 from aiocb.text.prompts import Messages, text_length
+from aiocb.text.tools import check_tool_choice, take_tools
 
 if TYPE_CHECKING:
     from aiocb.text.output import TextOutput
@@ -40,6 +41,7 @@ class Limits:
         max_request_tokens: most tokens (prompt and output) whose cache fits when a request runs alone.
         return_logprobs: `EngineConfig.return_logprobs`.
         max_prompt_characters, max_request_strings: see `EngineConfig`; None is no bound.
+        parsers: `EngineConfig.tool_parser` and `reasoning_parser`.
     """
 
     defaults: ModelDefaults
@@ -47,6 +49,7 @@ class Limits:
     return_logprobs: bool = False
     max_prompt_characters: int | None = None
     max_request_strings: int | None = None
+    parsers: tuple[str, str] = ("auto", "auto")
 
     @property
     def longest(self) -> int:
@@ -75,6 +78,8 @@ class StreamSpec:
     on_full: Literal["wait", "refuse"] = "wait"
     tools: Sequence[Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
 
     def check(self) -> None:
         """Check what needs no model.
@@ -102,6 +107,7 @@ class StreamSpec:
                 )
         if self.tools is not None and not isinstance(self.tools, (list, tuple)):
             raise InvalidRequest(f"tools must be a list of JSON schemas or functions, not {show_value(self.tools)}")
+        check_tool_choice(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
         arguments = self.chat_template_kwargs
         if arguments is not None and not (isinstance(arguments, Mapping) and all(map(_is_text, arguments))):
             raise InvalidRequest(f"chat_template_kwargs must map names to values, not {show_value(arguments)}")
@@ -155,20 +161,28 @@ def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
         if keep is not None:
             prompt = prompt[-keep:]
         _check_room(len(prompt), sampling, limits)
+    plan = None
+    if isinstance(prompt, Messages):
+        chat = text.take_chat(
+            prompt,
+            tools=take_tools(spec.tools, spec.tool_choice, spec.parallel_tool_calls),
+            chat_template_kwargs=spec.chat_template_kwargs,
+            parse_special_tokens=bool(sampling.parse_special_tokens),
+            parsers=limits.parsers,
+        )
+        prompt, plan = tuple(chat.token_ids), chat.plan
+    elif spec.tools or spec.chat_template_kwargs:
+        raise InvalidRequest("tools and chat_template_kwargs need a prompt of chat messages")
     ids = text.normalize_prompt(
-        prompt,
-        vocab_size=limits.defaults.vocab_size,
-        tools=spec.tools,
-        chat_template_kwargs=spec.chat_template_kwargs,
-        parse_special_tokens=sampling.parse_special_tokens,
+        prompt, vocab_size=limits.defaults.vocab_size, parse_special_tokens=sampling.parse_special_tokens
     )
     prepared = _fit(spec, sampling, ids if keep is None else ids[-keep:], limits)
     if not (sampling.detokenize and text.has_tokenizer):
         return prepared
     silent = prepared.drop_output or prepared.max_output_tokens == 0
     if silent:  # no text but that of the prompt, in which nothing is searched
-        sampling = dataclasses.replace(sampling, stop=())
-    texts = text.make_outputs(sampling, prepared.prompt_token_ids, prepared.sampling.n)
+        sampling, plan = dataclasses.replace(sampling, stop=()), None
+    texts = text.make_outputs(sampling, prepared.prompt_token_ids, prepared.sampling.n, plan)
     if silent:
         for output in texts:
             output.flush()
