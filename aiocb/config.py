@@ -106,6 +106,8 @@ class EngineConfig:
         max_request_strings: most stop strings of a request, and likewise most banned sequences of several tokens, in
             all a hundred times as many characters or tokens; and a tenth of it bad words, each of which is encoded in
             several ways.
+        jump_ahead: tokens that the structure of an output forces (`json_schema`, `regex`, `choice`, `grammar`) are
+            computed in one step with the token before them. The output is the same without.
         seed: seed of unseeded requests; None is fresh randomness.
         debug_checks: check all invariants of scheduler and cache after every step.
         drop_unsupported_processors: accepted for compatibility; nothing is dropped here.
@@ -153,6 +155,7 @@ class EngineConfig:
     max_queue_size: int = 0
     max_prompt_characters: int | None = None
     max_request_strings: int = 50_000
+    jump_ahead: bool = True
     seed: int | None = None
     debug_checks: bool = False
     drop_unsupported_processors: bool = True

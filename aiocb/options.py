@@ -52,6 +52,10 @@ class SamplingOptions(TypedDict, total=False):
     detokenize: bool
     skip_special_tokens: bool | None
     parse_special_tokens: bool | None
+    json_schema: Any
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
 
 
 class StreamOptions(SamplingOptions, total=False):

@@ -99,6 +99,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         max_prefill_chunk=chunk,
         scheduler_type=config.scheduler_type,
         safety_margin=margin,
+        jumps=config.jump_ahead,
     )
     longest = min(built.defaults.max_model_len, built.runner.max_model_len, config.max_model_len or sys.maxsize)
     max_characters = choose(

@@ -212,7 +212,7 @@ def _resolve(sampling: SamplingParams, limits: Limits, text: TextProcessor) -> S
     if sampling.bad_words:
         found = (*(sampling.bad_words_ids or ()), *text.bad_words_ids(sampling.bad_words))
         sampling = dataclasses.replace(sampling, bad_words=(), bad_words_ids=found).resolve(limits.defaults)
-    return sampling
+    return text.with_structure(sampling, limits.defaults) if sampling.is_structured else sampling
 
 
 def _check_sizes(sampling: SamplingParams, most: int) -> None:

@@ -8,6 +8,7 @@ also releases the GIL while it works, and a result that another thread's truncat
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.checks import check_ids
 from aiocb.errors import InvalidRequest, explain, show_value
-from aiocb.sampling_params import SamplingParams
+from aiocb.sampling.grammar import Compiler
+from aiocb.sampling_params import ModelDefaults, SamplingParams
+from aiocb.structure import structure_of
 from aiocb.text.answer.dialect import AnswerPlan, Dialect
 from aiocb.text.answer.output import AnswerOutput
 from aiocb.text.chat import ChatTemplate, SpecialTexts
@@ -60,6 +63,7 @@ class TextProcessor:
         self._tokenizer: Any = tokenizer  # the same, without types
         self._lock = threading.Lock()  # for tokenizers in Python: their state is not known
         self._backend: Any = None
+        self._compiler: Compiler | None = None
 
     def prepare(self) -> None:
         """Choose and prove the fast paths; meant for the thread that loads the model. Idempotent."""
@@ -312,6 +316,34 @@ class TextProcessor:
                 if ids and getattr(self._tokenizer, "unk_token_id", None) not in ids:
                     found[tuple(ids)] = None
         return tuple(found)
+
+    def has_compiled(self, sampling: SamplingParams) -> bool:
+        """Whether the structure that a request asks for is there already (unresolved parameters). Never waits."""
+        compiler = self._compiler
+        if compiler is None:
+            return False
+        try:
+            structure = structure_of(sampling.structure_values)
+        except InvalidRequest:
+            return True  # to be refused where requests are
+        return structure is None or compiler.find(structure) is not None
+
+    def with_structure(self, sampling: SamplingParams, defaults: ModelDefaults) -> SamplingParams:
+        """Resolved parameters with what has been compiled of their structure as `grammar`.
+
+        Raises:
+            InvalidRequest: it cannot be compiled.
+        """
+        structure = structure_of(sampling.structure_values)
+        if structure is None:
+            return sampling
+        tokenizer = self._need_tokenizer("an output's structure")
+        with self._lock:
+            if self._compiler is None:
+                ends = [token_id for token_id in defaults.eos_token_ids if token_id < defaults.vocab_size]
+                self._compiler = Compiler(tokenizer, defaults.vocab_size, ends)
+        grammar = self._compiler.compile(structure)
+        return dataclasses.replace(sampling, json_schema=None, regex=None, choice=None, grammar=grammar)
 
     # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────
 

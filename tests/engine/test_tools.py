@@ -117,7 +117,7 @@ async def test_a_slow_reader_gets_one_merged_chunk() -> None:
     async with answering(reply, gate=gate) as engine, engine.stream(ASKED, tools=[WEATHER]) as stream:
         await gate.held()
         await gate.step(len(tokenizer().encode(reply)))
-        await settle(engine)
+        await gate.held()  # in the step behind them: all has been sent
         chunks = [await anext(stream)]
         gate.open()
         chunks += await read(stream)
