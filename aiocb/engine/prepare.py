@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiocb.checks import check_integer
 from aiocb.errors import InvalidRequest, explain, show_value
 from aiocb.sampling_params import MAX_SAMPLES, ModelDefaults, SamplingParams
+from aiocb.structure import structure_of
 from aiocb.text.prompts import Messages, text_length
 from aiocb.text.tools import check_tool_choice, take_tools
 
@@ -81,6 +82,12 @@ class StreamSpec:
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
+    @property
+    def needs_compiler(self) -> bool:
+        """True where what the answer has to look like is worked out from its tools."""
+        tools = self.tools if isinstance(self.prompt, Messages) else None
+        return bool(tools) and (self.tool_choice not in (None, "auto", "none") or any(map(_is_strict, tools or ())))
+
     def check(self) -> None:
         """Check what needs no model.
 
@@ -146,9 +153,14 @@ def prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
 
 
 def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
-    sampling = _resolve(spec.sampling, limits, text)
-    keep = sampling.truncate_prompt_tokens
     prompt = spec.prompt
+    structure = None
+    given = spec.sampling
+    if isinstance(prompt, Messages) and given.is_structured:  # it begins behind the reasoning, and beside calls
+        structure = structure_of(given.structure_values)
+        given = dataclasses.replace(given, json_schema=None, regex=None, choice=None, grammar=None)
+    sampling = _resolve(given, limits, text)
+    keep = sampling.truncate_prompt_tokens
     if isinstance(prompt, (str, Messages)):
         length = sum(map(text_length, (prompt, spec.tools, spec.chat_template_kwargs)))
         most = limits.max_prompt_characters
@@ -163,14 +175,17 @@ def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
         _check_room(len(prompt), sampling, limits)
     plan = None
     if isinstance(prompt, Messages):
+        tools = take_tools(spec.tools, spec.tool_choice, spec.parallel_tool_calls)
         chat = text.take_chat(
             prompt,
-            tools=take_tools(spec.tools, spec.tool_choice, spec.parallel_tool_calls),
+            tools=tools,
             chat_template_kwargs=spec.chat_template_kwargs,
             parse_special_tokens=bool(sampling.parse_special_tokens),
             parsers=limits.parsers,
         )
         prompt, plan = tuple(chat.token_ids), chat.plan
+        if tools.tools or structure is not None:
+            sampling = text.with_answer(sampling, limits.defaults, plan, tools, structure)
     elif spec.tools or spec.chat_template_kwargs:
         raise InvalidRequest("tools and chat_template_kwargs need a prompt of chat messages")
     ids = text.normalize_prompt(
@@ -274,6 +289,11 @@ def _check_room(num_prompt: int, sampling: SamplingParams, limits: Limits) -> tu
             "shorten it or pass truncate_prompt_tokens"
         )
     return room, what
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and function.get("strict") is True
 
 
 def _is_duration(value: Any) -> bool:

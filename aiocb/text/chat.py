@@ -49,11 +49,13 @@ class Rendered(NamedTuple):
             that no part holds one that is not the template's own.
         dialect: how the model writes its answer.
         is_thinking: a block of reasoning is open where the answer begins.
+        is_thought_over: one has been closed there.
     """
 
     parts: list[str]
     dialect: Dialect
     is_thinking: bool
+    is_thought_over: bool
 
 
 class SpecialTexts:
@@ -204,7 +206,9 @@ class ChatTemplate:
             if documents is not None:
                 given["documents"] = documents
             parts = self._render(broken, tools, given).split(mark)
-        return Rendered(parts, dialect, _is_thinking("".join(parts), prepared, given, dialect))
+        text = "".join(parts)
+        is_over = dialect.thoughts is not None and text.rstrip().endswith(dialect.thoughts.closer)
+        return Rendered(parts, dialect, _is_thinking(text, prepared, given, dialect), is_over)
 
     def dialect(self, parsers: tuple[str, str]) -> Dialect:
         """How the model writes answers to messages with tools, by its own template."""

@@ -18,8 +18,9 @@ from aiocb.checks import check_ids
 from aiocb.errors import InvalidRequest, explain, show_value
 from aiocb.sampling.grammar import Compiler
 from aiocb.sampling_params import ModelDefaults, SamplingParams
-from aiocb.structure import structure_of
+from aiocb.structure import Structure, structure_of
 from aiocb.text.answer.dialect import AnswerPlan, Dialect
+from aiocb.text.answer.grammar import answer_grammar
 from aiocb.text.answer.output import AnswerOutput
 from aiocb.text.chat import ChatTemplate, SpecialTexts
 from aiocb.text.detokenizer import TokenText
@@ -161,6 +162,7 @@ class TextProcessor:
         plan = AnswerPlan(
             rendered.dialect,
             rendered.is_thinking,
+            rendered.is_thought_over,
             offered.schemas,
             looks_for_calls=bool(offered.tools),
             ends_after_call=not offered.is_parallel,
@@ -345,7 +347,50 @@ class TextProcessor:
         grammar = self._compiler.compile(structure)
         return dataclasses.replace(sampling, json_schema=None, regex=None, choice=None, grammar=grammar)
 
+    def with_answer(
+        self,
+        sampling: SamplingParams,
+        defaults: ModelDefaults,
+        plan: AnswerPlan,
+        tools: ToolSet,
+        structure: Structure | None,
+    ) -> SamplingParams:
+        """Resolved parameters that make an answer what a plan, a choice of tools and a structure ask for.
+
+        Raises:
+            InvalidRequest: these do not go together, or cannot be compiled.
+        """
+        if tools.choice == "none" and plan.call_format is not None:
+            found = [self._marker_id(opener) for opener in plan.call_format.openers]
+            banned = tuple([(token_id,) for token_id in found if token_id is not None])
+            if banned:
+                sampling = dataclasses.replace(sampling, bad_words_ids=(*(sampling.bad_words_ids or ()), *banned))
+        may_call = bool(tools.schemas)
+        if structure is not None and may_call and (tools.is_forced or structure.kind == "grammar"):
+            raise InvalidRequest(
+                f"{structure.kind} was given with tools"
+                + (" and a tool_choice that leaves no room for it" if tools.is_forced else "")
+                + ": leave one of them out"
+            )
+        if structure is not None and structure.kind == "grammar":
+            sampling = dataclasses.replace(sampling, grammar=structure.text)
+        elif tools.is_forced or structure is not None or (may_call and tools.strict):
+            grammar = answer_grammar(plan, self._marker_id, forced=tools.is_forced, structure=structure)
+            sampling = dataclasses.replace(sampling, grammar=grammar)
+        else:
+            return sampling.resolve(defaults)
+        return self.with_structure(sampling.resolve(defaults), defaults)
+
+    def _marker_id(self, marker: str) -> int | None:
+        """The token that a marker is, where it is one."""
+        found: int | None = self._added_tokens.get(marker)
+        return found
+
     # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def _added_tokens(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_added_vocab())
 
     @cached_property
     def _specials(self) -> SpecialTexts:

@@ -33,6 +33,8 @@ class Dialect:
             is a part of the content; None where it takes none.
         knows_developer: the template treats the role `developer` in its own way.
         is_asked_for: the format of calls is a setting, not a guess.
+        has_other_form: of the two ways in which a family has written calls, the template has that with `[ARGS]`
+            (Mistral's later one), or with a fence (DeepSeek's earlier one).
     """
 
     call_format: CallFormat | None = None
@@ -40,6 +42,7 @@ class Dialect:
     thought_key: str | None = None
     knows_developer: bool = False
     is_asked_for: bool = False
+    has_other_form: bool = False
 
     @property
     def names(self) -> tuple[str, str]:
@@ -84,6 +87,7 @@ def find_dialect(template: str, tool_parser: str = "auto", reasoning_parser: str
         next((key for key, sign in _THOUGHT_KEYS if sign.search(template)), None),
         "developer" in template,
         tool_parser != "auto",
+        "[ARGS]" in template or "```json" in template,
     )
 
 
@@ -110,6 +114,7 @@ class AnswerPlan:
     Attributes:
         dialect: how it is written.
         is_thinking: the prompt has opened a block of reasoning.
+        is_thought_over: the prompt ends with the end of such a block: none is to follow.
         schemas: of the parameters of the functions that may be called, by name.
         looks_for_calls: there are tools.
         ends_after_call: a second call is not wanted.
@@ -117,6 +122,7 @@ class AnswerPlan:
 
     dialect: Dialect
     is_thinking: bool = False
+    is_thought_over: bool = False
     schemas: Mapping[str, Any] = field(default_factory=dict)
     looks_for_calls: bool = False
     ends_after_call: bool = False

@@ -16,13 +16,13 @@ from typing import Any
 from aiocb.text.answer.json_text import scan_value, take_string
 from aiocb.text.answer.reader import Reader, Steps
 
-__all__ = ["FORMATS", "HARMONY_MARKERS", "CallFormat", "Calls", "Parser"]
+__all__ = ["DEEPSEEK_SEP", "FORMATS", "HARMONY_MARKERS", "CallFormat", "Calls", "Parser"]
 
 _NAME_KEYS = frozenset({"name", "function", "tool_name"})
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _LABEL_KEYS = frozenset({"type", "id", "index", "tool_call_id"})
 HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_DEEPSEEK_SEP = "<\uff5ctool\u2581sep\uff5c>"
+DEEPSEEK_SEP = "<\uff5ctool\u2581sep\uff5c>"
 _XML_PLAIN = re.compile(r"[^\n<]+")
 _XML_NEXT = ("<parameter=", "</function>", "</tool_call>")
 _NAME_CHARACTER = re.compile(r"[^\s\"'{}<>\[\](),]+")
@@ -261,7 +261,7 @@ def _mistral(reader: Reader, calls: Calls) -> Steps[bool]:
 def _deepseek(reader: Reader, calls: Calls) -> Steps[bool]:
     """`function<sep>name`, a fence and JSON; or, since 3.1, `name<sep>{...}`."""
     yield from reader.skip_space()
-    if (yield from reader.take("function" + _DEEPSEEK_SEP)):
+    if (yield from reader.take("function" + DEEPSEEK_SEP)):
         name = yield from _take_name(reader, calls)
         yield from reader.skip_space()
         if (yield from reader.take("```")):
@@ -278,7 +278,7 @@ def _deepseek(reader: Reader, calls: Calls) -> Steps[bool]:
 
 def _deepseek_name(reader: Reader, calls: Calls) -> Steps[str | None]:
     for name in sorted(calls.names, key=len, reverse=True):
-        if (yield from reader.take(name + _DEEPSEEK_SEP)):
+        if (yield from reader.take(name + DEEPSEEK_SEP)):
             return name
     return None
 
@@ -421,7 +421,7 @@ _ALL = (
             "<\uff5ctool\u2581call\u2581end\uff5c>",
             "<\uff5ctool\u2581calls\u2581begin\uff5c>",
             "<\uff5ctool\u2581calls\u2581end\uff5c>",
-            _DEEPSEEK_SEP,
+            DEEPSEEK_SEP,
         ),
         signs=(("<\uff5ctool\u2581call\u2581begin\uff5c>",),),
     ),
