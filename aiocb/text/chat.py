@@ -321,12 +321,12 @@ def _with_described(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], dialect: Dialect
 ) -> Sequence[Mapping[str, Any]]:
     """Messages that say in words which tools there are."""
-    if not dialect.is_asked_for or dialect.call_format is not FORMATS["json"]:
+    if not dialect.is_asked_for or dialect.call_format is None:
         raise InvalidRequest(
             "the chat template of this model leaves tools out: it was not made to call any. To have them described in "
             "a system message, and calls read as JSON, set EngineConfig(tool_parser='json')"
         )
-    described = {"role": "system", "content": describe_tools(tools)}
+    described = {"role": "system", "content": describe_tools(tools, in_json=dialect.call_format is FORMATS["json"])}
     if messages and messages[0]["role"] == "system":
         return [merge_messages(messages[0], described), *messages[1:]]
     return [described, *messages]

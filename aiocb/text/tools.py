@@ -133,13 +133,13 @@ def _schema_of(where: str, function: Callable[..., Any]) -> Any:
         raise InvalidRequest(f"{where} needs type hints and a docstring that describes it: {explain(error)}") from error
 
 
-def describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Words about tools for a model whose template has none; the answer is read as the format `json`."""
+def describe_tools(tools: Sequence[Mapping[str, Any]], *, in_json: bool) -> str:
+    """Words about tools for a model whose template has none.
+
+    Args:
+        tools: as `take_tools` returns them.
+        in_json: say that a call is written as JSON; a model that has a way of its own knows it.
+    """
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-    return "\n".join(
-        [
-            "You can call these functions:",
-            *lines,
-            'To call one, answer with JSON alone: {"name": <function>, "arguments": {<parameter>: <value>}}',
-        ]
-    )
+    how = 'To call one, answer with JSON alone: {"name": <function>, "arguments": {<parameter>: <value>}}'
+    return "\n".join(["You can call these functions:", *lines, *([how] if in_json else [])])
