@@ -250,9 +250,9 @@ class Engine:
             max_unread_tokens,
             on_unread,
             on_full,
-            take_values("tools", tools),
-            take_values("chat_template_kwargs", chat_template_kwargs),
-            take_values("tool_choice", tool_choice),
+            None if tools is None else take_values("tools", tools),
+            None if chat_template_kwargs is None else take_values("chat_template_kwargs", chat_template_kwargs),
+            None if tool_choice is None else take_values("tool_choice", tool_choice),
             parallel_tool_calls,
         )
         spec.check()

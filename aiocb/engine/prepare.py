@@ -114,7 +114,8 @@ class StreamSpec:
                 )
         if self.tools is not None and not isinstance(self.tools, (list, tuple)):
             raise InvalidRequest(f"tools must be a list of JSON schemas or functions, not {show_value(self.tools)}")
-        check_tool_choice(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
+        if self.tools or self.tool_choice is not None or self.parallel_tool_calls is not True:
+            check_tool_choice(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
         arguments = self.chat_template_kwargs
         if arguments is not None and not (isinstance(arguments, Mapping) and all(map(_is_text, arguments))):
             raise InvalidRequest(f"chat_template_kwargs must map names to values, not {show_value(arguments)}")

@@ -178,7 +178,9 @@ class Session(Life):
         limits, text = self.limits, self.text
         assert limits is not None and text is not None
         encoder = self.encoder
-        if spec.needs_compiler or (spec.sampling.is_structured and not text.has_compiled(spec.sampling)):
+        if (spec.tools and spec.needs_compiler) or (
+            spec.sampling.is_structured and not text.has_compiled(spec.sampling)
+        ):
             encoder = self._started_compiler()
         return encoder.submit(partial(prepare, spec, limits, text))
 

@@ -112,8 +112,11 @@ def merge_messages(first: Message, second: Message) -> Message:
     parts: list[Any] = [content for content in (first.get("content"), second.get("content")) if content]
     if all(isinstance(content, str) for content in parts):
         return {**first, "content": "\n\n".join(parts)}
-    listed: list[Any] = [each if isinstance(each, list) else [{"type": "text", "text": each}] for each in parts]
-    return {**first, "content": [part for content in listed for part in content]}
+    listed: list[Any] = []
+    for content in parts:
+        between = [{"type": "text", "text": "\n\n"}] if listed else []
+        listed += [*between, *(content if isinstance(content, list) else [{"type": "text", "text": content}])]
+    return {**first, "content": listed}
 
 
 def _with_calls(

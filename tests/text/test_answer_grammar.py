@@ -74,9 +74,9 @@ def accepted(text: TextProcessor, sampling: SamplingParams, answer: str) -> bool
     bits = np.zeros((len(tokenizer) + 31) // 32, dtype=np.int32)
     for token in [*ids, EOS_TOKEN_ID]:
         if matcher.is_complete:
-            return token == EOS_TOKEN_ID
+            return bool(token == EOS_TOKEN_ID)
         matcher.fill(bits)
-        if not (bits[token >> 5] >> (token & 31)) & 1:
+        if not (int(bits[token >> 5]) >> (token & 31)) & 1:
             return False
         matcher.extend([token])
     return True
@@ -269,7 +269,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     ],
 )
 def test_it_begins_behind_the_reasoning(
-    state: dict[str, bool], taken: Sequence[str], refused: Sequence[str], has_tokens: bool
+    state: dict[str, Any], taken: Sequence[str], refused: Sequence[str], has_tokens: bool
 ) -> None:
     """A20, B15."""
     text = PROCESSORS[has_tokens]

@@ -174,7 +174,7 @@ def test_developers_are_heard() -> None:
     both = [{"role": "system", "content": "You are kind."}, *asked]
     assert "system\nYou are kind.\n\nBe brief.<|im_end|>" in render(processor("Qwen-Qwen3-0.6B"), both, tools=None)
     listed = [{"role": "system", "content": [{"type": "text", "text": "You are kind."}]}, *asked]
-    assert "You are kind.Be brief." in render(processor("Qwen-Qwen3-0.6B"), listed, tools=None)
+    assert "You are kind.\n\nBe brief." in render(processor("Qwen-Qwen3-0.6B"), listed, tools=None)
 
 
 @pytest.mark.parametrize(
