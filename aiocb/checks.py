@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -57,7 +57,8 @@ def is_deep_json(text: str | bytes, most: int) -> bool:
     Counted without recursion: how deep Python's own parser goes differs by version, from an error to a crash.
     """
     depth = 0
-    for found in (_TEXT_MARKS if isinstance(text, str) else _BYTE_MARKS).finditer(text):  # type: ignore[call-overload]
+    marks: Iterator[re.Match[Any]] = _TEXT_MARKS.finditer(text) if isinstance(text, str) else _BYTE_MARKS.finditer(text)
+    for found in marks:
         mark = found[0]
         if mark in ("[", "{", b"[", b"{"):
             depth += 1

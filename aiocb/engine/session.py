@@ -178,9 +178,15 @@ class Session(Life):
         limits, text = self.limits, self.text
         assert limits is not None and text is not None
         encoder = self.encoder
-        if (spec.tools and spec.needs_compiler) or (
-            spec.sampling.is_structured and not text.has_compiled(spec.sampling)
-        ):
+        sampling = spec.sampling
+        if (  # not a call: there is one of these for every request
+            sampling.json_schema is not None
+            or sampling.regex is not None
+            or sampling.choice is not None
+            or sampling.grammar is not None
+        ) and not text.has_compiled(sampling):
+            encoder = self._started_compiler()
+        elif spec.tools and spec.needs_compiler:
             encoder = self._started_compiler()
         return encoder.submit(partial(prepare, spec, limits, text))
 

@@ -124,9 +124,10 @@ class RequestState:
             grammar: Any = sampling.grammar  # resolved: compiled
             self.matcher = grammar.matcher(eos)
         # What else may forbid tokens has to be asked about each.
-        self.can_jump = self.matcher is not None and not (
-            self.ngrams or self.bad_words or self.allowed_ids is not None or self.processors or len(self.end_ids)
-        )
+        bans = bool(self.ngrams or self.bad_words or self.allowed_ids is not None or len(self.end_ids))
+        if self.bias is not None and self.bias[1].min() == -np.inf:
+            bans = True
+        self.can_jump = self.matcher is not None and not bans and not self.processors
 
     def update(self, tokens: Sequence[int]) -> None:
         """Take in the request's tokens; costs only what is new since the last call.

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.checks import check_ids
 from aiocb.errors import InvalidRequest, explain, show_value
-from aiocb.sampling.grammar import Compiler
 from aiocb.sampling_params import ModelDefaults, SamplingParams
 from aiocb.structure import Structure, structure_of
 from aiocb.text.answer.dialect import AnswerPlan, Dialect
@@ -32,6 +31,8 @@ from aiocb.text.tools import ToolSet, take_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from aiocb.sampling.grammar import Compiler
 
 __all__ = ["TextProcessor"]
 
@@ -340,6 +341,8 @@ class TextProcessor:
         if structure is None:
             return sampling
         tokenizer = self._need_tokenizer("an output's structure")
+        from aiocb.sampling.grammar import Compiler  # which needs torch
+
         with self._lock:
             if self._compiler is None:
                 ends = [token_id for token_id in defaults.eos_token_ids if token_id < defaults.vocab_size]

@@ -62,6 +62,7 @@ IN_THE_SCHEDULER: dict[str, tuple[Any, Callable[[Sized], Any]]] = {
     "max_model_len": (33, lambda made: made.limits.defaults.max_model_len),
     "return_logprobs": (True, lambda made: made.limits.return_logprobs),
     "max_prompt_characters": (11, lambda made: made.limits.max_prompt_characters),
+    "jump_ahead": (False, lambda made: made.scheduler._planner._jumps),
     "max_request_strings": (12, lambda made: made.limits.max_request_strings),
 }
 IN_THE_CACHE: dict[str, tuple[dict[str, Any], Callable[[CacheLayout], Any], Any]] = {

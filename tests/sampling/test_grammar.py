@@ -247,4 +247,4 @@ def test_structures_are_resolved_with_the_rest() -> None:
     assert not SamplingParams(regex="a", temperature=0.0).resolve(defaults).is_plain
     for wrong in ({"regex": "a", "ignore_eos": True}, {"regex": "a", "choice": ["b"]}, {"choice": 3}):
         with pytest.raises(InvalidRequest):
-            SamplingParams(**wrong).resolve(defaults)  # type: ignore[arg-type]
+            SamplingParams(**wrong).resolve(defaults)
