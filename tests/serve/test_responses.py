@@ -180,7 +180,8 @@ async def test_refusals_name_the_field() -> None:
         inert = {
             "store": True, "metadata": {"a": "b"}, "user": "me", "prompt_cache_key": "k", "truncation": "disabled",
             "include": ["reasoning.encrypted_content"], "text": {"verbosity": "low"}, "reasoning": {"summary": "auto"},
-            "service_tier": "auto", "tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "max_tool_calls": 3,
+            "service_tier": "auto", "tools": [],
+            "tool_choice": "auto", "parallel_tool_calls": True, "max_tool_calls": 3
         }  # fmt: skip
         answer = (await served.client.post(URL, json={"input": "Hi", **inert})).json()
         assert (answer["store"], answer["metadata"], answer["user"]) == (False, {"a": "b"}, "me")
