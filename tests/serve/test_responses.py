@@ -27,7 +27,7 @@ TOOLS: list[dict[str, Any]] = [
 
 def events_of(text: str) -> list[dict[str, Any]]:
     """Every event; its name has to be its type, its number its place."""
-    events = []
+    events: list[dict[str, Any]] = []
     for frame in text.split("\n\n"):
         if frame:
             first, second = frame.split("\n")

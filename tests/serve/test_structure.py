@@ -52,13 +52,14 @@ def model(**settings: Any) -> aiocb.Engine:
     tokenizer: Any = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     network = tiny("llama", vocab_size=300, max_position_embeddings=4096)
-    network.generation_config.eos_token_id = 256  # type: ignore[union-attr]
+    network.generation_config.eos_token_id = 256
     return aiocb.Engine(network, tokenizer, config=aiocb.EngineConfig(debug_checks=True, **settings))
 
 
 def joined(events: list[Any]) -> tuple[str, list[dict[str, Any]], str]:
     """Content, calls and finish reason that the chunks of a stream add up to."""
-    content, calls, reason = "", [], ""
+    content, reason = "", ""
+    calls: list[dict[str, Any]] = []
     for event in events:
         for choice in event["choices"]:
             delta = choice["delta"]
