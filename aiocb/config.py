@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from aiocb.errors import ConfigError
+from aiocb.errors import ConfigError, show_value
 
 if TYPE_CHECKING:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -122,6 +122,8 @@ class EngineConfig:
             (`think`, `mistral`, `seed`, `cohere`).
         start_timeout: seconds that entering waits for an earlier life of the engine to give the model back.
         hang_timeout: seconds without a finished step until `health()` calls a running engine hung.
+        latency_buckets: upper bounds of the histograms of times in `stats()`, in seconds, rising; None takes 1 ms to
+            2 minutes.
     """
 
     page_size: int | None = None
@@ -167,6 +169,7 @@ class EngineConfig:
     reasoning_parser: str = "auto"
     start_timeout: float = 60.0
     hang_timeout: float = 60.0
+    latency_buckets: tuple[float, ...] | None = None
     block_size: dataclasses.InitVar[int | None] = None
     use_accelerator_graph: dataclasses.InitVar[bool | tuple[bool, bool] | None] = None
 
@@ -208,6 +211,11 @@ class EngineConfig:
         _within("start_timeout", self.start_timeout, 0.0, math.inf)
         _within("cpu_group_timeout", self.cpu_group_timeout, 0.0, math.inf, open_low=True)
         _within("hang_timeout", self.hang_timeout, 0.0, math.inf, open_low=True)
+        buckets = self.latency_buckets
+        if buckets is not None:
+            is_rising = isinstance(buckets, tuple) and buckets and list(buckets) == sorted(set(buckets))
+            if not is_rising or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in buckets):
+                raise ConfigError(f"latency_buckets must be a tuple of rising seconds, not {show_value(buckets)}")
         if self.scheduler_type not in SCHEDULER_TYPES:
             raise ConfigError(
                 f"scheduler_type {self.scheduler_type!r} is unknown; choose one of {', '.join(SCHEDULER_TYPES)}"

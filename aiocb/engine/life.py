@@ -16,6 +16,7 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.engine.core import EngineCore
 from aiocb.engine.limits import make_scheduler
 from aiocb.engine.room import Room
+from aiocb.engine.stats import LATENCY_BUCKETS
 from aiocb.engine.worker import Worker
 from aiocb.errors import EngineClosed, EngineError
 
@@ -77,6 +78,7 @@ class Life:
             random_source=random.Random(self.config.seed) if self.config.seed is not None else None,
             debug_checks=self.config.debug_checks,
             hold=None if built.parallel is None else built.parallel.hold,
+            buckets=self.config.latency_buckets or LATENCY_BUCKETS,
         )
         if built.parallel is not None:
             self.rank = built.parallel.rank

@@ -19,7 +19,7 @@ from aiocb.serve.completions import Completions
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
 from aiocb.serve.generation import Resume
-from aiocb.serve.looking import Health, Models, Stats
+from aiocb.serve.looking import Health, Models, Scrape, Stats
 from aiocb.serve.middleware import Guard, Observer
 from aiocb.serve.responses import Responses, ResponsesRequest
 from aiocb.serve.service import LoadProgress, Service
@@ -54,6 +54,7 @@ def create_app(engine: Engine, config: ServeConfig | None = None, progress: Load
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.spawn(service.run())
         service.spawn(heartbeats.run())
+        service.spawn(service.lag.run())
         try:
             yield
         finally:
@@ -69,9 +70,12 @@ def create_app(engine: Engine, config: ServeConfig | None = None, progress: Load
         Route("/tokenize", Tokenize(service), methods=["POST"]),
         Route("/detokenize", Detokenize(service), methods=["POST"]),
         Route("/health", Health(service), methods=["GET"]),
+        Route("/metrics", Scrape(service), methods=["GET"]),
         Route("/stats", Stats(service), methods=["GET"]),
     ]
-    middleware = [Middleware(Observer, config=config), Middleware(Guard, config=config, open_paths=_OPEN_PATHS)]
+    paths = [route.path for route in routes]
+    observer = Middleware(Observer, config=config, metrics=service.metrics, paths=paths)
+    middleware = [observer, Middleware(Guard, config=config, open_paths=_OPEN_PATHS)]
     if config.cors_origin:
         # Outermost: refusals carry its headers too, and a preflight has no key.
         cors = Middleware(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
+from aiocb.serve.metrics import LagMeter, Metrics
 from aiocb.serve.resume import Replays
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Service:
         failure: why the engine could not be started.
         is_draining: nothing new is accepted.
         replays: streams that can be resumed.
+        metrics, lag: what `/metrics` shows.
     """
 
     def __init__(self, engine: Engine, config: ServeConfig, progress: LoadProgress) -> None:
@@ -95,6 +97,8 @@ class Service:
         self.is_loading = True
         self.failure: BaseException | None = None
         self.is_draining = False
+        self.lag = LagMeter()
+        self.metrics = Metrics(engine, self.names[0], config.metrics_prefix, self.lag)
         self.replays = Replays(config.max_resumable)
         self._calls: set[Call] = set()
         self._tasks: set[asyncio.Task[None]] = set()
