@@ -185,7 +185,7 @@ class Session(Life):
             or sampling.choice is not None
             or sampling.grammar is not None
         )
-        if (is_structured and not text.has_compiled(sampling)) or (spec.tools and spec.needs_compiler):
+        if (spec.tools and spec.needs_compiler) or (is_structured and not text.has_compiled(sampling)):
             encoder = self._started_compiler()
         return encoder.submit(partial(prepare, spec, limits, text))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aiocb.checks import check_ids
 from aiocb.errors import InvalidRequest, explain, show_value
 from aiocb.sampling_params import ModelDefaults, SamplingParams
-from aiocb.structure import Structure, structure_of
+from aiocb.structure import CompiledStructure, Structure, structure_of
 from aiocb.text.answer.dialect import AnswerPlan, Dialect
 from aiocb.text.answer.grammar import answer_grammar
 from aiocb.text.answer.output import AnswerOutput
@@ -340,6 +340,10 @@ class TextProcessor:
         structure = structure_of(sampling.structure_values)
         if structure is None:
             return sampling
+        grammar = self._compile(structure, defaults)
+        return dataclasses.replace(sampling, json_schema=None, regex=None, choice=None, grammar=grammar)
+
+    def _compile(self, structure: Structure, defaults: ModelDefaults) -> CompiledStructure:
         tokenizer = self._need_tokenizer("an output's structure")
         from aiocb.sampling.grammar import Compiler  # which needs torch
 
@@ -347,8 +351,7 @@ class TextProcessor:
             if self._compiler is None:
                 ends = [token_id for token_id in defaults.eos_token_ids if token_id < defaults.vocab_size]
                 self._compiler = Compiler(tokenizer, defaults.vocab_size, ends)
-        grammar = self._compiler.compile(structure)
-        return dataclasses.replace(sampling, json_schema=None, regex=None, choice=None, grammar=grammar)
+        return self._compiler.compile(structure)
 
     def with_answer(
         self,
@@ -363,6 +366,8 @@ class TextProcessor:
         Raises:
             InvalidRequest: these do not go together, or cannot be compiled.
         """
+        if structure is not None:
+            self._compile(structure, defaults)  # what is wrong with it is told as its own
         if tools.choice == "none" and plan.call_format is not None:
             found = [self._marker_id(opener) for opener in plan.call_format.openers]
             banned = tuple([(token_id,) for token_id in found if token_id is not None])
