@@ -8,41 +8,21 @@ back: what a model breaks off or spoils later is delivered as it is.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from aiocb.text.answer.calls import Calls, Parser, take_name
 from aiocb.text.answer.json_text import scan_value, take_string
 from aiocb.text.answer.reader import Reader, Steps
+from aiocb.text.answer.xml_calls import tagged_xml_call, xml_call
 
-__all__ = ["DEEPSEEK_SEP", "FORMATS", "HARMONY_MARKERS", "CallFormat", "Calls", "Parser"]
+__all__ = ["DEEPSEEK_SEP", "FORMATS", "HARMONY_MARKERS", "CallFormat"]
 
 _NAME_KEYS = frozenset({"name", "function", "tool_name"})
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _LABEL_KEYS = frozenset({"type", "id", "index", "tool_call_id"})
 HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 DEEPSEEK_SEP = "<\uff5ctool\u2581sep\uff5c>"
-_XML_PLAIN = re.compile(r"[^\n<]+")
-_XML_NEXT = ("<parameter=", "</function>", "</tool_call>")
-_NAME_CHARACTER = re.compile(r"[^\s\"'{}<>\[\](),]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """What a parser is given.
-
-    Attributes:
-        names: of the functions that may be called.
-        schemas: the JSON schema of each one's parameters.
-    """
-
-    names: Collection[str]
-    schemas: Mapping[str, Any]
-
-
-Parser = Callable[[Reader, Calls], Steps[bool]]
-"""Reads what follows an opener. False: it is no call. Calls that it finds are begun and, if whole, ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +197,6 @@ def _drop(_: str) -> None:
 # ── a name, then JSON ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _take_name(reader: Reader, calls: Calls) -> Steps[str | None]:
-    """A declared function's name, up to what cannot be part of one."""
-    yield from reader.skip_space()
-    parts: list[str] = []
-    while True:
-        found = _NAME_CHARACTER.match(reader.text, reader.at)
-        if found is not None:
-            parts.append(found.group())
-            reader.at = found.end()
-        if reader.at < len(reader.text) or reader.has_ended:
-            name = "".join(parts)
-            return name if name in calls.names else None
-        yield
-
-
 def _arguments(reader: Reader, name: str) -> Steps[bool]:
     """The JSON object that follows a name."""
     if (yield from reader.skip_space()) != "{":
@@ -248,12 +213,12 @@ def _mistral(reader: Reader, calls: Calls) -> Steps[bool]:
     character = yield from reader.skip_space()
     if character in ("[", "{"):
         return (yield from _read_calls(reader, calls, is_bare=False))
-    name = yield from _take_name(reader, calls)
+    name = yield from take_name(reader, calls)
     if name is None:
         return False
     yield from reader.skip_space()
     if (yield from reader.take("[CALL_ID]")):
-        yield from _take_name(reader, calls)
+        yield from take_name(reader, calls)
     yield from reader.take("[ARGS]")
     return (yield from _arguments(reader, name))
 
@@ -262,7 +227,7 @@ def _deepseek(reader: Reader, calls: Calls) -> Steps[bool]:
     """`function<sep>name`, a fence and JSON; or, since 3.1, `name<sep>{...}`."""
     yield from reader.skip_space()
     if (yield from reader.take("function" + DEEPSEEK_SEP)):
-        name = yield from _take_name(reader, calls)
+        name = yield from take_name(reader, calls)
         yield from reader.skip_space()
         if (yield from reader.take("```")):
             yield from reader.take("json")
@@ -283,120 +248,13 @@ def _deepseek_name(reader: Reader, calls: Calls) -> Steps[str | None]:
     return None
 
 
-# ── parameters as XML ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _xml_call(reader: Reader, calls: Calls) -> Steps[bool]:
-    """`<function=name><parameter=key>value</parameter>...</function>`, of which the first mark is read."""
-    name = yield from _take_name(reader, calls)
-    if name is None or not (yield from reader.take(">")):
-        return False
-    reader.begin_call(name)
-    properties = _properties(calls.schemas.get(name))
-    before = "{"
-    while True:
-        yield from reader.skip_space()
-        if not (yield from reader.take("<parameter=")):
-            break
-        key = yield from _until(reader, ">")
-        if key is None:
-            return True
-        reader.add_arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        before = ", "
-        if not (yield from _xml_value(reader, properties.get(key))):
-            return True
-    if not (yield from reader.take("</function>")) and reader.at >= len(reader.text):
-        return True  # cut
-    reader.add_arguments("{}" if before == "{" else "}")
-    reader.end_call()
-    return True
-
-
-def _xml_in_tag(reader: Reader, calls: Calls) -> Steps[bool]:
-    """The same within `<tool_call>`."""
-    yield from reader.skip_space()
-    return (yield from reader.take("<function=")) and (yield from _xml_call(reader, calls))
-
-
-def _until(reader: Reader, end: str) -> Steps[str | None]:
-    """The text up to a character, and go behind it."""
-    parts: list[str] = []
-    while (character := (yield from reader.peek())) != end:
-        if not character:
-            return None
-        parts.append(character)
-        reader.at += 1
-    reader.at += 1
-    return "".join(parts)
-
-
-def _xml_value(reader: Reader, schema: Any) -> Steps[bool]:
-    """One value: a text is passed on as it comes, what may be anything else when it is whole. False where it is cut."""
-    is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
-    yield from reader.take("\n")
-    reader.commit()
-    parts: list[str] = []
-    if is_text:
-        reader.add_arguments('"')
-
-    def put(text: str) -> None:
-        if is_text:
-            reader.add_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
-        else:
-            parts.append(text)
-
-    while character := (yield from reader.peek()):
-        if character in "\n<":
-            if (yield from _xml_end(reader)):
-                reader.add_arguments('"' if is_text else _as_json("".join(parts)))
-                return True
-            reader.at += 1
-            put(character)
-        else:
-            found = _XML_PLAIN.match(reader.text, reader.at)
-            assert found is not None
-            reader.at = found.end()
-            put(found.group())
-    reader.add_arguments("".join(parts))
-    return False
-
-
-def _xml_end(reader: Reader) -> Steps[bool]:
-    """Go behind the end of a value. It is one only where another mark follows; the cursor stays where it is none."""
-    start = reader.place
-    yield from reader.take("\n")
-    if (yield from reader.take("</parameter>")):
-        end = reader.place
-        if not (yield from reader.skip_space()) or (yield from reader.take_one(_XML_NEXT)) is not None:
-            reader.go_back(end)
-            return True
-    reader.go_back(start)
-    return False
-
-
-def _as_json(text: str) -> str:
-    """A value whose type is not a text: JSON, or what Python writes for it; else a text after all."""
-    text = text.strip()
-    word = {"True": "true", "False": "false", "None": "null"}.get(text, text)
-    try:
-        json.loads(word)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return word
-
-
-def _properties(schema: Any) -> Mapping[str, Any]:
-    found = schema.get("properties") if isinstance(schema, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _ALL = (
     CallFormat("harmony", {}, HARMONY_MARKERS, has_messages=True, signs=(("<|channel|>", "<|message|>"),)),
     CallFormat(
         "qwen3_coder",
-        {"<tool_call>": _xml_in_tag, "<function=": _xml_call},
+        {"<tool_call>": tagged_xml_call, "<function=": xml_call},
         ("</tool_call>",),
         signs=(("<function=", "<parameter="),),
     ),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from aiocb.text.answer.formats import Calls
+from aiocb.text.answer.calls import Calls
 from aiocb.text.answer.json_text import scan_value
 from aiocb.text.answer.reader import Markers, Reader, Steps
 

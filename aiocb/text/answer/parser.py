@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from aiocb.text.answer.formats import CallFormat, Calls, Parser
+from aiocb.text.answer.calls import Calls, Parser
+from aiocb.text.answer.formats import CallFormat
 from aiocb.text.answer.harmony import read_harmony
 from aiocb.text.answer.reader import Markers, Part, Reader, Steps
 
