@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from aiocb.serve.chat import Chat
 from aiocb.serve.completions import Completions
@@ -25,6 +25,7 @@ from aiocb.serve.responses import Responses, ResponsesRequest
 from aiocb.serve.service import LoadProgress, Service
 from aiocb.serve.sse import Heartbeats
 from aiocb.serve.tokens import Detokenize, Tokenize
+from aiocb.serve.websocket import ChatSocket
 from aiocb.serve.wire import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-_OPEN_PATHS = ("/health", "/")
+_OPEN_PATHS = ("/health", "/", "/v1/ws/chat")
+"""What needs no key in a header; the socket asks for one itself."""
 
 
 def create_app(engine: Engine, config: ServeConfig | None = None, progress: LoadProgress | None = None) -> Starlette:
@@ -60,8 +62,10 @@ def create_app(engine: Engine, config: ServeConfig | None = None, progress: Load
         finally:
             await service.end()
 
-    routes = [
-        Route("/v1/chat/completions", Chat(service, heartbeats, ChatRequest), methods=["POST"]),
+    chat = Chat(service, heartbeats, ChatRequest)
+    routes: list[Route | WebSocketRoute] = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        WebSocketRoute("/v1/ws/chat", ChatSocket(service, chat)),
         Route("/v1/completions", Completions(service, heartbeats, CompletionRequest), methods=["POST"]),
         Route("/v1/responses", Responses(service, heartbeats, ResponsesRequest), methods=["POST"]),
         Route("/v1/streams/{id}", Resume(service, heartbeats), methods=["GET"]),

@@ -18,7 +18,7 @@ from aiocb.serve.usage import UsageSum
 from aiocb.serve.wire import ChatRequest
 from aiocb.text.processor import TextProcessor
 
-__all__ = ["Chat"]
+__all__ = ["Chat", "call_delta"]
 
 
 class Chat(Generation[ChatRequest]):
@@ -64,7 +64,8 @@ class Chat(Generation[ChatRequest]):
         return Asked([messages_of(request.messages)], options, answer)
 
 
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+def call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """What has arrived of a tool call, as chats write it: its id and name once, then pieces of its arguments."""
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
@@ -126,7 +127,7 @@ class ChatAnswer(Answer):
             delta["content"] = chunk.text
         if chunk.tool_calls:
             self._calling.add(choice)
-            delta["tool_calls"] = [_call_delta(call) for call in chunk.tool_calls]
+            delta["tool_calls"] = [call_delta(call) for call in chunk.tool_calls]
         return json.dumps(delta)
 
     def _reason(self, choice: int, reason: str) -> str:

@@ -120,7 +120,7 @@ class Generation(Endpoint, Generic[Request]):
         request = await parse(await read_body(scope, receive, config), self._model, config)
         name = service.name_of(request.model)
         asked = self.ask(request, uuid.uuid4().hex, name)
-        options = self._bounded(request, asked)
+        options = self.bounded(request, asked)
         if not request.stream:
             options["stream_interval"] = None  # one delivery: nobody reads deltas
         streams = [service.engine.stream(prompt, on_full="refuse", **options) for prompt in asked.prompts]
@@ -149,7 +149,7 @@ class Generation(Endpoint, Generic[Request]):
             if not is_handed_over:
                 service.remove(call)
 
-    def _bounded(self, request: Request, asked: Asked) -> dict[str, Any]:
+    def bounded(self, request: Request, asked: Asked) -> dict[str, Any]:
         """The options within the server's bounds.
 
         Raises:

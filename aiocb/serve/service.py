@@ -62,6 +62,11 @@ class Call:
         self.is_gone = True
         self._close()
 
+    def finish(self) -> None:
+        """End it, and deliver what is there."""
+        for stream in self.streams:
+            stream.finish()
+
     def abort(self, error: ApiError) -> None:
         """End it with an error of the server's."""
         if self.error is None:
