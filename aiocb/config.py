@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from aiocb.errors import ConfigError
+from aiocb.errors import ConfigError, show_value
 
 if TYPE_CHECKING:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -115,8 +115,15 @@ class EngineConfig:
         num_threads: threads of a step on the CPU; None is one per core (native), or what torch has (plain torch).
         native: use the native CPU kernels: None when they can be built or loaded, False never.
         freeze_gc: move all objects out of the garbage collector's sight after start (shorter pauses).
+        tool_parser: how tool calls are found in answers: `auto` asks the chat template, `none` leaves them in the text,
+            else the name of a format (`hermes`, `qwen3_coder`, `llama3`, `mistral`, `smollm`, `granite`, `deepseek`,
+            `harmony`, `json`). `json` also describes the tools in a system message where the template leaves them out.
+        reasoning_parser: how reasoning is found in answers to messages: `auto`, `none`, or whose marks they are
+            (`think`, `mistral`, `seed`, `cohere`).
         start_timeout: seconds that entering waits for an earlier life of the engine to give the model back.
         hang_timeout: seconds without a finished step until `health()` calls a running engine hung.
+        latency_buckets: upper bounds of the histograms of times in `stats()`, in seconds, rising; None takes 1 ms to
+            2 minutes.
     """
 
     page_size: int | None = None
@@ -158,8 +165,11 @@ class EngineConfig:
     num_threads: int | None = None
     native: bool | None = None
     freeze_gc: bool = False
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     start_timeout: float = 60.0
     hang_timeout: float = 60.0
+    latency_buckets: tuple[float, ...] | None = None
     block_size: dataclasses.InitVar[int | None] = None
     use_accelerator_graph: dataclasses.InitVar[bool | tuple[bool, bool] | None] = None
 
@@ -201,6 +211,11 @@ class EngineConfig:
         _within("start_timeout", self.start_timeout, 0.0, math.inf)
         _within("cpu_group_timeout", self.cpu_group_timeout, 0.0, math.inf, open_low=True)
         _within("hang_timeout", self.hang_timeout, 0.0, math.inf, open_low=True)
+        buckets = self.latency_buckets
+        if buckets is not None:
+            is_rising = isinstance(buckets, tuple) and buckets and list(buckets) == sorted(set(buckets))
+            if not is_rising or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in buckets):
+                raise ConfigError(f"latency_buckets must be a tuple of rising seconds, not {show_value(buckets)}")
         if self.scheduler_type not in SCHEDULER_TYPES:
             raise ConfigError(
                 f"scheduler_type {self.scheduler_type!r} is unknown; choose one of {', '.join(SCHEDULER_TYPES)}"

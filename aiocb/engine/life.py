@@ -16,6 +16,7 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.engine.core import EngineCore
 from aiocb.engine.limits import make_scheduler
 from aiocb.engine.room import Room
+from aiocb.engine.stats import LATENCY_BUCKETS
 from aiocb.engine.worker import Worker
 from aiocb.errors import EngineClosed, EngineError
 
@@ -68,7 +69,7 @@ class Life:
         built.text.prepare()
         scheduler, limits, choices = make_scheduler(self.config, built)
         self.text, self.limits = built.text, limits
-        self.choices = [*built.choices, *choices]
+        self.choices = [*built.choices, *choices, *_parser_choices(built.text, limits.parsers)]
         core = EngineCore(
             built.runner,
             scheduler,
@@ -77,6 +78,7 @@ class Life:
             random_source=random.Random(self.config.seed) if self.config.seed is not None else None,
             debug_checks=self.config.debug_checks,
             hold=None if built.parallel is None else built.parallel.hold,
+            buckets=self.config.latency_buckets or LATENCY_BUCKETS,
         )
         if built.parallel is not None:
             self.rank = built.parallel.rank
@@ -161,3 +163,14 @@ class Life:
             raise self.worker.make_dead_error()
         what = "closing" if state == "running" else state
         raise EngineClosed(f"the engine is {what}; it accepts no new requests")
+
+
+def _parser_choices(text: TextProcessor, parsers: tuple[str, str]) -> list[Choice]:
+    """How answers to messages are read."""
+    dialect = text.find_dialect(parsers)
+    if dialect is None:
+        return []
+    return [
+        Choice(name, value, "set by the user" if asked != "auto" else "by the marks in the chat template")
+        for name, value, asked in zip(("tool_parser", "reasoning_parser"), dialect.names, parsers, strict=True)
+    ]

@@ -114,6 +114,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         config.return_logprobs,
         max_characters,
         config.max_request_strings,
+        (config.tool_parser, config.reasoning_parser),
     )
     choose("max_request_tokens", None, limits.longest, "the smaller of the model's positions and the cache")
     return scheduler, limits, choices

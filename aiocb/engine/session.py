@@ -179,12 +179,13 @@ class Session(Life):
         assert limits is not None and text is not None
         encoder = self.encoder
         sampling = spec.sampling
-        if (  # not a call: there is one of these for every request
+        is_structured = (  # not a call: there is one of these for every request
             sampling.json_schema is not None
             or sampling.regex is not None
             or sampling.choice is not None
             or sampling.grammar is not None
-        ) and not text.has_compiled(sampling):
+        )
+        if (spec.tools and spec.needs_compiler) or (is_structured and not text.has_compiled(sampling)):
             encoder = self._started_compiler()
         return encoder.submit(partial(prepare, spec, limits, text))
 

@@ -18,7 +18,7 @@ from aiocb.checks import is_deep_json
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
 
-__all__ = ["ClientGone", "Receive", "Scope", "Send", "parse", "read_body"]
+__all__ = ["ClientGone", "Receive", "Scope", "Send", "check", "parse", "read_body"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -90,6 +90,15 @@ def _parse(body: bytes, model: type[Model], max_depth: int) -> Model:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return check(value, model)
+
+
+def check(value: dict[str, Any], model: type[Model]) -> Model:
+    """Check what was parsed.
+
+    Raises:
+        ApiError: 400, with the field's place as `param`.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
+from aiocb.serve.metrics import LagMeter, Metrics
 from aiocb.serve.resume import Replays
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class Call:
         self.is_gone = True
         self._close()
 
+    def finish(self) -> None:
+        """End it, and deliver what is there."""
+        for stream in self.streams:
+            stream.finish()
+
     def abort(self, error: ApiError) -> None:
         """End it with an error of the server's."""
         if self.error is None:
@@ -84,6 +90,7 @@ class Service:
         failure: why the engine could not be started.
         is_draining: nothing new is accepted.
         replays: streams that can be resumed.
+        metrics, lag: what `/metrics` shows.
     """
 
     def __init__(self, engine: Engine, config: ServeConfig, progress: LoadProgress) -> None:
@@ -95,6 +102,8 @@ class Service:
         self.is_loading = True
         self.failure: BaseException | None = None
         self.is_draining = False
+        self.lag = LagMeter()
+        self.metrics = Metrics(engine, self.names[0], config.metrics_prefix, self.lag)
         self.replays = Replays(config.max_resumable)
         self._calls: set[Call] = set()
         self._tasks: set[asyncio.Task[None]] = set()
