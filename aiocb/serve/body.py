@@ -27,6 +27,8 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _SMALL = 32 << 10
 """Bodies up to this size are parsed on the loop: a thread would cost more."""
+_BRANCHES = frozenset({"bool", "dict", "float", "int", "list", "none", "str"})
+"""What pydantic calls the alternatives of a field."""
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 
 
@@ -136,6 +138,6 @@ def _pointer(place: tuple[int | str, ...]) -> str:
     for part in place:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part.isidentifier() and not part[0].isupper():
+        elif part.isidentifier() and part not in _BRANCHES and not part[0].isupper():
             text += f".{part}" if text else part
     return text

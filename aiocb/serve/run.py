@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from aiocb.serve.app import create_app
 from aiocb.serve.config import ServeConfig
+from aiocb.serve.errors import ApiError
 from aiocb.serve.service import LoadProgress, Service
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ class Protocol(HttpToolsProtocol):
         """The head has come."""
         self._stop_timer()
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, or beyond the bounds, in the words of this server, and close."""
+        body = ApiError(400, f"{msg} (a head may have {_MAX_HEADERS} headers, {_MAX_HEADER_BYTES} bytes)").body
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: "
+        self.transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
+        self.transport.close()
 
     def _count(self, part: bytes) -> None:
         self._num_header_bytes += len(part)

@@ -6,11 +6,12 @@ A frame is written whole in one call of `send`, so that comments may come from a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from json.encoder import encode_basestring_ascii as quote
 
-from aiocb.serve.body import Send
+from aiocb.serve.body import ClientGone, Send
 
 __all__ = ["DONE", "EventStream", "Heartbeats", "data", "quote"]
 
@@ -59,7 +60,8 @@ class Heartbeats:
             if silent:
                 comment = b": still here; %d requests wait\n\n" % self._count_waiting()
                 for stream in silent:
-                    await stream.comment(comment)
+                    with contextlib.suppress(ClientGone):  # its own task hears of it
+                        await stream.comment(comment)
 
 
 class EventStream:
@@ -90,6 +92,8 @@ class EventStream:
             self._is_writing = True
             try:
                 await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+            except OSError:  # what `send` raises once the client has left, from ASGI 2.4 on
+                raise ClientGone from None
             finally:
                 self._is_writing = False
             self.written_at = time.monotonic()

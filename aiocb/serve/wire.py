@@ -140,7 +140,9 @@ class GenerationRequest(Wire):
         for key in self.logit_bias or ():
             if not key.isascii() or not key.isdigit() or len(key) > 9:
                 raise PydanticCustomError(
-                    "bias", f"logit_bias: keys are token ids as texts of digits, not {key[:20]!r}"
+                    "bias",
+                    "keys are token ids as texts of digits, not {key}",
+                    {"field": "logit_bias", "key": repr(key[:20])},
                 )
         return self
 
