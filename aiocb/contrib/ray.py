@@ -71,6 +71,7 @@ class EngineReplica:
     async def _live(self, ready: asyncio.Future[None]) -> None:
         """The engine is entered and left in one task, whichever tasks Ray calls us in."""
         async with self.engine, self._app.router.lifespan_context(self._app):
+            await self._app.state.service.loaded.wait()
             ready.set_result(None)
             await self._is_over.wait()
 

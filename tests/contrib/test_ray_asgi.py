@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aiocb import Engine
-from aiocb.contrib.ray_asgi import Piece, respond, scope_of
+from aiocb.contrib.ray_asgi import respond, scope_of
 from aiocb.serve import ServeConfig, create_app
 from aiocb.testing import Gate, assert_quiescent, fake_engine
 
@@ -32,20 +32,21 @@ def chat(**fields: Any) -> bytes:
 async def served(engine: Engine) -> AsyncIterator[Any]:
     app = create_app(engine, ServeConfig(served_model_name=("fake",), heartbeat=0))
     async with engine, app.router.lifespan_context(app):
+        await app.state.service.loaded.wait()
         yield app
 
 
 async def test_a_stream_and_a_document() -> None:
     engine = fake_engine("abc" * 30)
     async with served(engine) as app:
-        pieces: list[Piece] = [piece async for piece in respond(app, post(), chat(stream=True))]
+        pieces: list[Any] = [piece async for piece in respond(app, post(), chat(stream=True))]
         status, headers = pieces[0]
         assert status == 200 and dict(headers)[b"content-type"].startswith(b"text/event-stream")
         text = b"".join(piece for piece in pieces[1:] if isinstance(piece, bytes))
         assert text.endswith(b"data: [DONE]\n\n") and text.count(b"finish_reason") > 2
-        document = [piece async for piece in respond(app, post(), chat())]
+        document: list[Any] = [piece async for piece in respond(app, post(), chat())]
         assert document[0][0] == 200 and json.loads(document[1])["choices"][0]["message"]["content"] == "abc" * 30
-        refusal = [piece async for piece in respond(app, post(), b"{")]
+        refusal: list[Any] = [piece async for piece in respond(app, post(), b"{")]
         assert refusal[0][0] == 400 and b"no JSON" in refusal[1]
         await assert_quiescent(engine)
 
@@ -57,7 +58,7 @@ async def test_what_came_meanwhile_is_one_piece() -> None:
         await anext(pieces)
         while engine.stats().num_requests_running:  # its reader is busy elsewhere
             await asyncio.sleep(0)
-        rest = [piece async for piece in pieces]
+        rest: list[Any] = [piece async for piece in pieces]
         assert len(rest) < 20 and b"".join(rest).endswith(b"data: [DONE]\n\n")
 
 

@@ -113,7 +113,7 @@ async def test_a_client_that_leaves_frees_its_slot(client: httpx.AsyncClient, is
         readings = [Reading(client, f"ticks=20000 {number}") for number in range(4)]
         for reading in readings:
             await reading.begin()
-        tasks = [reading.task for reading in readings]
+        tasks: list[asyncio.Task[Any]] = [reading.task for reading in readings]
     else:
         tasks = [asyncio.create_task(ask(client, f"ticks=20000 {number}")) for number in range(4)]
 
