@@ -42,6 +42,8 @@ log = logging.getLogger("aiocb.contrib.ray")
 
 _MAX_ONGOING = 1024
 """Requests that Ray lets a replica have: the engine queues better than a router does."""
+_MAX_PIECES = 1500
+"""Of responses, a second and replica: beyond that Ray's processes fall behind, and all streams with them."""
 _RETRY_S = "1"
 
 
@@ -61,6 +63,7 @@ class EngineReplica:
         """
         self.engine = make_engine()
         self._app = create_app(self.engine, config)
+        self._num_open = 0
         self._is_over = asyncio.Event()
         ready = asyncio.get_running_loop().create_future()
         self._life = asyncio.create_task(self._live(ready))
@@ -98,11 +101,13 @@ class EngineReplica:
         self, scope: dict[str, Any], body: bytes, prefix: tuple[int, ...] = ()
     ) -> AsyncGenerator[Piece, None]:
         """Answer an HTTP request by the routes of `create_app`; the router has looked at `prefix`."""
-        pieces = respond(self._app, scope, body)
+        pieces = respond(self._app, scope, body, lambda: self._num_open / _MAX_PIECES)
+        self._num_open += 1
         try:
             async for piece in pieces:
                 yield piece
         finally:
+            self._num_open -= 1
             await pieces.aclose()
 
     async def stats(self) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """An ASGI application behind a generator: one request in, its response out in pieces. Event loop only; no Ray.
 
-The generator's pieces travel between processes, at about a millisecond each. So whatever the application has sent since
-the last piece is one piece: a stream costs what its reader can take, not what its tokens are.
+The generator's pieces travel between processes, where a few thousand a second are the most. So whatever the application
+has sent since the last piece is one piece, and the more streams there are, the more time is between two of one stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -28,10 +29,18 @@ def scope_of(scope: MutableMapping[str, Any]) -> dict[str, Any]:
     return {"type": "http", **sent, "headers": headers, "client": scope.get("client"), "server": scope.get("server")}
 
 
-async def respond(app: App, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Piece, None]:
+async def respond(
+    app: App, scope: dict[str, Any], body: bytes, interval: Callable[[], float] = lambda: 0.0
+) -> AsyncGenerator[Piece, None]:
     """Let an application answer a request: yields the head first, then bytes.
 
     Leaving the generator, or cancelling who reads it, cancels the application: to it, the client has left.
+
+    Args:
+        app: the application.
+        scope: of the request.
+        body: of the request, whole.
+        interval: the least seconds between two pieces; asked for after each.
 
     Raises:
         Exception: what the application has raised.
@@ -46,6 +55,7 @@ async def respond(app: App, scope: dict[str, Any], body: bytes) -> AsyncGenerato
                 break
             for piece in pieces:
                 yield piece
+            await exchange.rest(interval())
         task.result()
     finally:
         task.cancel()
@@ -62,7 +72,7 @@ class _Exchange:
         self._head: Head | None = None
         self._unread: list[bytes] = []
         self._size = 0
-        self._is_over = False
+        self._is_over = asyncio.Event()
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -89,19 +99,26 @@ class _Exchange:
 
     def end(self) -> None:
         """Nothing more will be sent."""
-        self._is_over = True
+        self._is_over.set()
         self._changed.set()
+
+    async def rest(self, seconds: float) -> None:
+        """Let so much time pass, unless the end comes before."""
+        if seconds:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._is_over.wait()
 
     async def take(self) -> list[Piece] | None:
         """Wait for something; everything that was sent meanwhile, or None at the end."""
         await self._changed.wait()
-        if not self._is_over:
+        if not self._is_over.is_set():
             self._changed.clear()
         pieces: list[Piece] = [] if self._head is None else [self._head]
         body = b"".join(self._unread)
         if body:
             pieces.append(body)
-        if not pieces and self._is_over:
+        if not pieces and self._is_over.is_set():
             return None
         self._head, self._size = None, 0
         self._unread.clear()

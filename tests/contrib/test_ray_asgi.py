@@ -52,14 +52,32 @@ async def test_a_stream_and_a_document() -> None:
 
 
 async def test_what_came_meanwhile_is_one_piece() -> None:
-    engine = fake_engine("a" * 200)
-    async with served(engine) as app:
-        pieces = respond(app, post(), chat(stream=True))
-        await anext(pieces)
-        while engine.stats().num_requests_running:  # its reader is busy elsewhere
+    has_sent = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(50):
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
             await asyncio.sleep(0)
-        rest: list[Any] = [piece async for piece in pieces]
-        assert len(rest) < 20 and b"".join(rest).endswith(b"data: [DONE]\n\n")
+        has_sent.set()
+
+    pieces = respond(app, post(), b"")
+    await anext(pieces)
+    await has_sent.wait()  # its reader was busy elsewhere
+    rest: list[Any] = [piece async for piece in pieces]
+    assert len(rest) <= 2 and b"".join(rest) == b"x" * 50
+
+
+async def test_pieces_keep_their_distance() -> None:
+    engine = fake_engine("a" * 200, step_time=0.001)
+    async with served(engine) as app:
+        started = asyncio.get_running_loop().time()
+        pieces: list[Any] = [piece async for piece in respond(app, post(), chat(stream=True), lambda: 0.05)]
+        took = asyncio.get_running_loop().time() - started
+        assert len(pieces) - 1 <= took / 0.05 + 2 and b"".join(pieces[1:]).endswith(b"data: [DONE]\n\n")
+        started = asyncio.get_running_loop().time()
+        assert [piece async for piece in respond(app, post(), b"{", lambda: 60.0)]
+        assert asyncio.get_running_loop().time() - started < 30  # the end waits for nothing
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
