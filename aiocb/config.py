@@ -106,6 +106,8 @@ class EngineConfig:
         max_request_strings: most stop strings of a request, and likewise most banned sequences of several tokens, in
             all a hundred times as many characters or tokens; and a tenth of it bad words, each of which is encoded in
             several ways.
+        jump_ahead: tokens that the structure of an output forces (`json_schema`, `regex`, `choice`, `grammar`) are
+            computed in one step with the token before them. The output is the same without.
         seed: seed of unseeded requests; None is fresh randomness.
         debug_checks: check all invariants of scheduler and cache after every step.
         drop_unsupported_processors: accepted for compatibility; nothing is dropped here.
@@ -113,6 +115,11 @@ class EngineConfig:
         num_threads: threads of a step on the CPU; None is one per core (native), or what torch has (plain torch).
         native: use the native CPU kernels: None when they can be built or loaded, False never.
         freeze_gc: move all objects out of the garbage collector's sight after start (shorter pauses).
+        tool_parser: how tool calls are found in answers: `auto` asks the chat template, `none` leaves them in the text,
+            else the name of a format (`hermes`, `qwen3_coder`, `llama3`, `mistral`, `smollm`, `granite`, `deepseek`,
+            `harmony`, `json`). `json` also describes the tools in a system message where the template leaves them out.
+        reasoning_parser: how reasoning is found in answers to messages: `auto`, `none`, or whose marks they are
+            (`think`, `mistral`, `seed`, `cohere`).
         start_timeout: seconds that entering waits for an earlier life of the engine to give the model back.
         hang_timeout: seconds without a finished step until `health()` calls a running engine hung.
     """
@@ -148,6 +155,7 @@ class EngineConfig:
     max_queue_size: int = 0
     max_prompt_characters: int | None = None
     max_request_strings: int = 50_000
+    jump_ahead: bool = True
     seed: int | None = None
     debug_checks: bool = False
     drop_unsupported_processors: bool = True
@@ -155,6 +163,8 @@ class EngineConfig:
     num_threads: int | None = None
     native: bool | None = None
     freeze_gc: bool = False
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     start_timeout: float = 60.0
     hang_timeout: float = 60.0
     block_size: dataclasses.InitVar[int | None] = None

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers.distributed.configuration_utils import DistributedConfig as TransformersConfig
 
-    from aiocb.options import RequestOptions, StreamOptions
+    from aiocb.options import RequestOptions, StreamOptions, ToolChoice
     from aiocb.text.processor import TextProcessor
 
     Params = SamplingParams | GenerationConfig | None
@@ -205,6 +205,8 @@ class Engine:
         on_unread: Literal["pause", "cancel"] = "pause",
         on_full: Literal["wait", "refuse"] = "wait",
         tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Unpack[StreamOptions],
     ) -> Stream:
@@ -225,7 +227,13 @@ class Engine:
                 by the output's length).
             on_unread: beyond that bound, `pause` the request (its cache is kept) or `cancel` it.
             on_full: when `EngineConfig.max_queue_size` is reached, `wait` or `refuse` with `QueueFull`.
-            tools, chat_template_kwargs: passed to the chat template.
+            tools: functions that the model may call, for a prompt of messages: JSON schemas in OpenAI's shape, or
+                functions with type hints and a docstring. Rendered by the chat template; calls come as
+                `Chunk.tool_calls` and `Completion.tool_calls`.
+            tool_choice: `auto` (as None, with tools) lets the model choose, `none` keeps the tools from it, `required`
+                makes it call at least one, `{"type": "function", "function": {"name": ...}}` exactly this one.
+            parallel_tool_calls: False ends the answer with its first call.
+            chat_template_kwargs: passed to the chat template.
             sampling: fields of `SamplingParams`.
 
         Raises:
@@ -244,8 +252,10 @@ class Engine:
             max_unread_tokens,
             on_unread,
             on_full,
-            take_values("tools", tools),
-            take_values("chat_template_kwargs", chat_template_kwargs),
+            None if tools is None else take_values("tools", tools),
+            None if chat_template_kwargs is None else take_values("chat_template_kwargs", chat_template_kwargs),
+            None if tool_choice is None else take_values("tool_choice", tool_choice),
+            parallel_tool_calls,
         )
         spec.check()
         session = self._lives.session

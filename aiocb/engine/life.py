@@ -68,7 +68,7 @@ class Life:
         built.text.prepare()
         scheduler, limits, choices = make_scheduler(self.config, built)
         self.text, self.limits = built.text, limits
-        self.choices = [*built.choices, *choices]
+        self.choices = [*built.choices, *choices, *_parser_choices(built.text, limits.parsers)]
         core = EngineCore(
             built.runner,
             scheduler,
@@ -161,3 +161,14 @@ class Life:
             raise self.worker.make_dead_error()
         what = "closing" if state == "running" else state
         raise EngineClosed(f"the engine is {what}; it accepts no new requests")
+
+
+def _parser_choices(text: TextProcessor, parsers: tuple[str, str]) -> list[Choice]:
+    """How answers to messages are read."""
+    dialect = text.find_dialect(parsers)
+    if dialect is None:
+        return []
+    return [
+        Choice(name, value, "set by the user" if asked != "auto" else "by the marks in the chat template")
+        for name, value, asked in zip(("tool_parser", "reasoning_parser"), dialect.names, parsers, strict=True)
+    ]

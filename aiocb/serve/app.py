@@ -21,6 +21,7 @@ from aiocb.serve.errors import ApiError
 from aiocb.serve.generation import Resume
 from aiocb.serve.looking import Health, Models, Stats
 from aiocb.serve.middleware import Guard, Observer
+from aiocb.serve.responses import Responses, ResponsesRequest
 from aiocb.serve.service import LoadProgress, Service
 from aiocb.serve.sse import Heartbeats
 from aiocb.serve.tokens import Detokenize, Tokenize
@@ -61,6 +62,7 @@ def create_app(engine: Engine, config: ServeConfig | None = None, progress: Load
     routes = [
         Route("/v1/chat/completions", Chat(service, heartbeats, ChatRequest), methods=["POST"]),
         Route("/v1/completions", Completions(service, heartbeats, CompletionRequest), methods=["POST"]),
+        Route("/v1/responses", Responses(service, heartbeats, ResponsesRequest), methods=["POST"]),
         Route("/v1/streams/{id}", Resume(service, heartbeats), methods=["GET"]),
         Route("/v1/models", Models(service), methods=["GET"]),
         Route("/v1/models/{name:path}", Models(service), methods=["GET"]),

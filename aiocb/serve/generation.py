@@ -77,11 +77,18 @@ class Asked:
         prompts: one stream of the engine for each.
         options: keywords of `Engine.stream`; `n` among them.
         answer: who writes.
+        left_out: kinds of tools that there are not here; a header of the response names them.
     """
 
     prompts: Sequence[Any]
     options: dict[str, Any]
     answer: Answer
+    left_out: Sequence[str] = ()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the response."""
+        return {"x-ignored-tools": ", ".join(sorted(set(self.left_out)))} if self.left_out else {}
 
 
 class Generation(Endpoint, Generic[Request]):
@@ -178,11 +185,11 @@ class Generation(Endpoint, Generic[Request]):
             raise ClientGone
         if call.error is not None:
             raise call.error
-        await send_json(send, asked.answer.whole(completions))
+        await send_json(send, asked.answer.whole(completions), headers=asked.headers)
 
     async def _stream(self, call: Call, asked: Asked, send: Send) -> None:
         output = EventStream(send, self._heartbeats)
-        await output.start()
+        await output.start([(name.encode(), value.encode()) for name, value in asked.headers.items()])
         try:
             last = await _pump(call, asked, output.write)
         finally:
