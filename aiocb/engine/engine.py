@@ -97,7 +97,8 @@ class Engine:
         """Return an engine at once; the model is loaded in the worker thread on the first entry and then kept.
 
         Args:
-            name_or_path: a hub name, a directory, a GGUF file, or `smollm2` / `gemma3-270m` (the packaged models).
+            name_or_path: `owner/repo` on the hub, `owner/repo:Q4_K_M` (one of its GGUF files), either with `@revision`,
+                a link to one of these, a directory, a GGUF file, or `smollm2` / `gemma3-270m` (the packaged models).
             config: settings.
             dtype: a torch dtype, its name, or `"auto"`.
             device: where to put the model; None chooses.
@@ -105,7 +106,8 @@ class Engine:
             distributed_config: spreads the model over the processes that `torchrun` has started: a `DistributedConfig`,
                 or transformers' own. Every process makes and enters the engine; rank 0 takes the requests, on the
                 others `async with` ends when it does there.
-            progress: called as `progress(stage, fraction)` in the worker thread while the model is loaded.
+            progress: called as `progress(stage, fraction)` while the model is loaded, in the worker thread or (stage
+                `download`) in one of the hub client's, never in two at once.
             drain: as for the constructor.
             options: passed on to transformers' `from_pretrained` (revision, trust_remote_code, ...).
 

@@ -86,7 +86,7 @@ class Service:
         names: of the model on the wire; the first is shown.
         created: when it was started, in seconds of the epoch.
         progress: how far the loading is.
-        is_loading: it has not ended yet.
+        loaded: set when it has ended, well or not.
         failure: why the engine could not be started.
         is_draining: nothing new is accepted.
         replays: streams that can be resumed.
@@ -99,7 +99,7 @@ class Service:
         self.names = config.served_model_name or (engine.name,)
         self.created = int(time.time())
         self.progress = progress
-        self.is_loading = True
+        self.loaded = asyncio.Event()
         self.failure: BaseException | None = None
         self.is_draining = False
         self.lag = LagMeter()
@@ -109,6 +109,11 @@ class Service:
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle: asyncio.Future[None] | None = None
         self._on_failure: Callable[[], object] = lambda: None
+
+    @property
+    def is_loading(self) -> bool:
+        """The model is not there yet."""
+        return not self.loaded.is_set()
 
     # ── names and readiness ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -162,11 +167,11 @@ class Service:
         """Keep the engine running until this is cancelled; a failure to start it is kept in `failure`."""
         try:
             async with self.engine:
-                self.is_loading = False
+                self.loaded.set()
                 await asyncio.Event().wait()
         except Exception as error:
             self.failure = error
-            self.is_loading = False
+            self.loaded.set()
             log.error("the engine could not be started: %s", error)
             self._on_failure()
 
