@@ -122,6 +122,7 @@ class EngineConfig:
             (`think`, `mistral`, `seed`, `cohere`).
         start_timeout: seconds that entering waits for an earlier life of the engine to give the model back.
         hang_timeout: seconds without a finished step until `health()` calls a running engine hung.
+        tracing: make OpenTelemetry spans of requests; None does where the program has set up a tracer provider.
         latency_buckets: upper bounds of the histograms of times in `stats()`, in seconds, rising; None takes 1 ms to
             2 minutes.
     """
@@ -170,6 +171,7 @@ class EngineConfig:
     start_timeout: float = 60.0
     hang_timeout: float = 60.0
     latency_buckets: tuple[float, ...] | None = None
+    tracing: bool | None = None
     block_size: dataclasses.InitVar[int | None] = None
     use_accelerator_graph: dataclasses.InitVar[bool | tuple[bool, bool] | None] = None
 
@@ -178,6 +180,7 @@ class EngineConfig:
             object.__setattr__(self, "use_cuda_graph", use_accelerator_graph)
         _is_switch("use_cuda_graph", self.use_cuda_graph, pair=True)
         _is_switch("use_async_batching", self.use_async_batching)
+        _is_switch("tracing", self.tracing)
         for name, default in (("q_padding_interval_size", Q_INTERVAL), ("kv_padding_interval_size", KV_INTERVAL)):
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, default)

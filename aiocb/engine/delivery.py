@@ -182,6 +182,8 @@ class Delivery:
             if not siblings:
                 del self._requests[slot]
         self._recorder.record_end(request, end)
+        if output.trace is not None:
+            output.trace.end(request, end, now)
 
     def end_all_dead(self, make_error: Callable[[], Exception]) -> None:
         """End every stream without asking the scheduler, which may be broken."""

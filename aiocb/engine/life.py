@@ -17,6 +17,7 @@ from aiocb.engine.core import EngineCore
 from aiocb.engine.limits import make_scheduler
 from aiocb.engine.room import Room
 from aiocb.engine.stats import LATENCY_BUCKETS
+from aiocb.engine.tracing import Tracer
 from aiocb.engine.worker import Worker
 from aiocb.errors import EngineClosed, EngineError
 
@@ -44,6 +45,7 @@ class Life:
         limits, text, choices: of the runner, once there is one.
         rank: of this process among those that run the model together; 0 decides, and takes the requests.
         room: of the bounded queue.
+        tracer: makes spans of requests, where somebody wants them.
     """
 
     def __init__(self, source: Source, config: EngineConfig, number: int = 1) -> None:
@@ -54,6 +56,7 @@ class Life:
         self.choices: list[Choice] = []
         self.rank = 0
         self.room = Room(config.max_queue_size)
+        self.tracer: Tracer | None = None
         self.worker = Worker(self._open, self._close, source.interrupt)
         self._number = number
         self._built: Built | None = None
@@ -70,6 +73,7 @@ class Life:
         scheduler, limits, choices = make_scheduler(self.config, built)
         self.text, self.limits = built.text, limits
         self.choices = [*built.choices, *choices, *_parser_choices(built.text, limits.parsers)]
+        self.tracer = Tracer.detect(self.config, self.source.name)
         core = EngineCore(
             built.runner,
             scheduler,
@@ -97,6 +101,8 @@ class Life:
         self.worker.stop()
 
     def _close(self) -> None:
+        if self.tracer is not None:
+            self.tracer.close()
         built, self._built = self._built, None
         if built is not None:
             self.source.give_back(built, is_dead=self.worker.state == "dead")

@@ -11,6 +11,7 @@ from aiocb.outputs import FinishReason, RequestMetrics, TokenLogprobs, Usage
 from aiocb.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from aiocb.engine.tracing import Trace
     from aiocb.scheduler.request import Request
     from aiocb.text.output import TextOutput
     from aiocb.text.pieces import Detokenizer
@@ -33,6 +34,7 @@ class Submission:
         on_unread: what to do beyond the bound.
         drop_output: compute the prompt only (`max_new_tokens=0` with prompt log-probabilities).
         texts: the text of each lane; empty when nobody wants text.
+        trace: makes spans of it; None where nobody traces.
     """
 
     slot: Slot
@@ -50,6 +52,7 @@ class Submission:
     on_unread: Literal["pause", "cancel"] = "pause"
     drop_output: bool = False
     texts: tuple[TextOutput, ...] = ()
+    trace: Trace | None = None
 
 
 class OutputState:
@@ -69,10 +72,12 @@ class OutputState:
         "slot",
         "text",
         "token_ids",
+        "trace",
     )
 
     def __init__(self, submission: Submission, lane: Lane) -> None:
         self.slot = submission.slot
+        self.trace = submission.trace
         self.lane = lane
         self.interval = submission.stream_interval
         self.max_unread = submission.max_unread_tokens

@@ -266,6 +266,7 @@ class Session(Life):
             spec.on_unread,
             prepared.drop_output,
             prepared.texts,
+            None if self.tracer is None else self.tracer.begin(spec.request_id, prepared.sampling),
         )
         bridge.line.enter(num_lanes)
         self.put((EngineCore.submit, submission))

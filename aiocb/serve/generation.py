@@ -27,6 +27,7 @@ from aiocb.serve.respond import Endpoint, send_json
 from aiocb.serve.resume import Replay
 from aiocb.serve.service import Call, Service
 from aiocb.serve.sse import EventStream, Heartbeats
+from aiocb.serve.tracing import caller_span
 from aiocb.serve.wire import GenerationRequest
 
 if TYPE_CHECKING:
@@ -115,6 +116,10 @@ class Generation(Endpoint, Generic[Request]):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        with caller_span(scope):
+            await self._handle(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, config = self.service, self.service.config
         service.check_open()
         request = await parse(await read_body(scope, receive, config), self._model, config)

@@ -97,6 +97,7 @@ ELSEWHERE = {
     "freeze_gc": "engine/test_lives.py::test_every_life_says_once_what_it_chose",
     "start_timeout": "engine/test_lives.py::test_who_waits_too_long_is_told_for_whom",
     "cpu_group_timeout": "parallel/test_processes.py::test_a_process_that_is_lost_ends_all_streams",
+    "tracing": "engine/test_tracing.py::test_it_is_switched_by_the_setting",
     "latency_buckets": "serve/test_metrics.py::test_buckets_are_the_operator_s",
     "hang_timeout": "engine/test_life.py::test_a_step_that_wedges_is_seen",
     # Observed through the interface of transformers, for which they are there.

@@ -176,3 +176,17 @@ async def test_the_lag_of_a_loop_is_seen() -> None:
     task.cancel()
     _, total = meter.buckets()
     assert total > 0.05
+
+
+async def test_the_sender_s_span_is_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.engine.test_tracing import Spans
+
+    spans = Spans(monkeypatch)
+    async with serving() as served:
+        parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        for stream in (False, True):
+            body = {"messages": MESSAGES, "stream": stream}
+            await served.client.post(CHAT, json=body, headers={"traceparent": parent})
+    found = spans.named("aiocb.request")
+    assert [f"{span.context.trace_id:032x}" for span in found] == ["0af7651916cd43dd8448eb211c80319c"] * 2
+    assert {f"{span.parent.span_id:016x}" for span in found if span.parent} == {"b7ad6b7169203331"}
