@@ -184,6 +184,20 @@ def rm(
     models.remove(names or [], is_sure=yes, unfinished=unfinished)
 
 
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="Of a server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="AIOCB_API_KEY", help="Where the server asks for one.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one picture to the next.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures once, as JSON.")] = False,
+) -> None:
+    """Watch a server: requests, cache, tokens per second, latencies. Ctrl-C leaves."""
+    from aiocb.cli.top import run_top
+
+    raise typer.Exit(run_top(url, api_key, interval, once=once, as_json=as_json))
+
+
 app.add_typer(bench, name="bench")
 
 
