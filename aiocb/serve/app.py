@@ -22,6 +22,7 @@ from aiocb.serve.generation import Resume
 from aiocb.serve.looking import Health, Models, Scrape, Stats
 from aiocb.serve.middleware import Guard, Observer
 from aiocb.serve.openapi import OpenAPI
+from aiocb.serve.page import routes as page_routes
 from aiocb.serve.responses import Responses, ResponsesRequest
 from aiocb.serve.service import LoadProgress, Service
 from aiocb.serve.sse import Heartbeats
@@ -79,6 +80,8 @@ def create_app(engine: Engine, config: ServeConfig | None = None, progress: Load
         Route("/metrics", Scrape(service), methods=["GET"]),
         Route("/stats", Stats(service), methods=["GET"]),
     ]
+    if config.enable_page:
+        routes += page_routes()
     paths = [route.path for route in routes]
     observer = Middleware(Observer, config=config, metrics=service.metrics, paths=paths)
     middleware = [observer, Middleware(Guard, config=config, open_paths=_OPEN_PATHS)]

@@ -110,8 +110,8 @@ class GenerationRequest(Wire):
     skip_special_tokens: StrictBool = True
     truncate_prompt_tokens: StrictInt | None = None
     priority: StrictInt = 0
-    timeout: Number | None = None
-    queue_timeout: Number | None = None
+    timeout: Number | None = Field(default=None, gt=0)
+    queue_timeout: Number | None = Field(default=None, gt=0)
     cache_salt: StrictStr | None = None
     json_schema: dict[str, Any] | None = None
     regex: StrictStr | None = None

@@ -380,14 +380,15 @@ class TextProcessor:
                 + (" and a tool_choice that leaves no room for it" if tools.is_forced else "")
                 + ": leave one of them out"
             )
-        if structure is not None and structure.kind == "grammar":
-            sampling = dataclasses.replace(sampling, grammar=structure.text)
-        elif tools.is_forced or structure is not None or (may_call and tools.strict):
+        sampling = sampling.resolve(defaults)
+        if structure is None or structure.kind != "grammar":
+            if not (tools.is_forced or structure is not None or (may_call and tools.strict)):
+                return sampling
             grammar = answer_grammar(plan, self._marker_id, forced=tools.is_forced, structure=structure)
-            sampling = dataclasses.replace(sampling, grammar=grammar)
-        else:
-            return sampling.resolve(defaults)
-        return self.with_structure(sampling.resolve(defaults), defaults)
+            structure = Structure("grammar", grammar)
+        if sampling.ignore_eos:
+            raise InvalidRequest("ignore_eos does not go with an answer that has to have a structure: it has to end")
+        return dataclasses.replace(sampling, grammar=self._compile(structure, defaults))
 
     def _marker_id(self, marker: str) -> int | None:
         """The token that a marker is, where it is one."""
