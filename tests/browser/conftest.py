@@ -66,7 +66,7 @@ class Running:
 
     def stop(self) -> None:
         """End it."""
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = True
         self._thread.join(10)
 
 
