@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -165,3 +166,10 @@ async def test_settings_that_cannot_be() -> None:
             ServeConfig(**{name: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cors_origin"):
         ServeConfig(host="0.0.0.0", cors_origin=("*",))
+
+
+async def test_every_setting_is_an_option() -> None:
+    from aiocb.cli.serve import ServeOptions
+
+    options = {field.name for field in dataclasses.fields(ServeOptions)}
+    assert {field.name for field in dataclasses.fields(ServeConfig)} <= options

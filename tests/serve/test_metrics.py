@@ -74,6 +74,15 @@ async def test_every_counter_of_the_engine_has_a_name() -> None:
             assert f"aiocb:{name}_bucket" in found
 
 
+async def test_every_name_is_in_its_guide() -> None:
+    guide = (DASHBOARD.parents[1] / "observability.md").read_text()
+    shown = set(re.findall(r"[a-z0-9_]+", guide))
+    assert not (set(GAUGES) | set(HISTOGRAMS) | {f"{name}_total" for name in COUNTERS}) - shown
+    for path in Path(aiocb.__file__).parent.rglob("*.py"):
+        for name in re.findall(r'getLogger\("([^"]+)"\)', path.read_text()):
+            assert f"`{name}`" in guide, (path, name)
+
+
 async def test_another_prefix_serves_other_dashboards() -> None:
     async with serving(metrics_prefix="vllm:") as served:
         await served.chat()
