@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("compiler:", compiler.reason if isinstance(compiler, KernelUnavailable) else compiler[1])
     print("cache:   ", cache_dir())
     library = load()
-    print("library: ", library.reason if isinstance(library, KernelUnavailable) else library.path)
+    print("library: ", library.reason if isinstance(library, KernelUnavailable) else f"{library.path} ({library.origin})")
     if isinstance(library, KernelUnavailable):
         return 1
     print("sets:    ", ", ".join(library.instruction_sets()), f"(this processor: {library.instruction_set()})")
