@@ -11,6 +11,7 @@ import typer
 
 from aiocb.bench.cli import app as bench
 from aiocb.bench.options import Model, spread
+from aiocb.cli.serve import ServeOptions
 from aiocb.cli.terminal import ModelOptions, follow, is_silent
 
 __all__ = ["app"]
@@ -133,6 +134,17 @@ def info(model: DefaultModel, _debug: Debug = False) -> None:
     from aiocb.cli.info import show_info
 
     show_info(model)
+
+
+@app.command()
+@spread
+def serve(model: DefaultModel, options: ServeOptions, _debug: Debug = False) -> None:
+    """Serve a model over HTTP, as OpenAI's interface, with a chat page."""
+    if is_silent():
+        raise typer.Exit(follow(model))
+    from aiocb.cli.serve import run_server
+
+    raise typer.Exit(run_server(model, options))
 
 
 app.add_typer(bench, name="bench")

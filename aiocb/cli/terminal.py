@@ -93,8 +93,8 @@ def one_line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def build_engine(options: ModelOptions, progress: Callable[[str, float], None] | None) -> Engine:
-    """Return the engine for the options; nothing is loaded yet."""
+def build_engine(options: ModelOptions, progress: Callable[[str, float], None] | None, **settings: Any) -> Engine:
+    """Return the engine for the options; nothing is loaded yet. settings: further ones of `EngineConfig`."""
     import aiocb
 
     extra: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def build_engine(options: ModelOptions, progress: Callable[[str, float], None] |
         extra["distributed_config"] = aiocb.DistributedConfig()
     return aiocb.Engine.from_pretrained(
         options.model,
-        config=aiocb.EngineConfig(num_threads=options.threads),
+        config=aiocb.EngineConfig(num_threads=options.threads, **settings),
         dtype=options.dtype,
         device=options.device,
         quantization="int8" if options.int8 else None,

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transformers.distributed.configuration_utils import DistributedConfig as TransformersConfig
 
     from aiocb.options import RequestOptions, StreamOptions
+    from aiocb.text.processor import TextProcessor
 
     Params = SamplingParams | GenerationConfig | None
 
@@ -425,6 +426,22 @@ class Engine:
         """The tokenizer, or None."""
         session = self._lives.session
         return None if session is None or session.text is None else session.text.tokenizer
+
+    @property
+    def name(self) -> str:
+        """What the model was named by, or its class."""
+        return self._source.name
+
+    @property
+    def text_processor(self) -> TextProcessor:
+        """The tokenizer as the engine uses it: encodes prompts, and knows every token's text. Any thread.
+
+        Raises:
+            EngineClosed, EngineDead: the engine is not running.
+        """
+        text = self._running().text
+        assert text is not None
+        return text
 
     @property
     def rank(self) -> int:
