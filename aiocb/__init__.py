@@ -28,11 +28,14 @@ from aiocb.errors import RequestTimeout as RequestTimeout
 from aiocb.options import RequestOptions as RequestOptions
 from aiocb.options import SamplingOptions as SamplingOptions
 from aiocb.options import StreamOptions as StreamOptions
+from aiocb.options import ToolChoice as ToolChoice
 from aiocb.outputs import Chunk as Chunk
 from aiocb.outputs import Completion as Completion
 from aiocb.outputs import FinishReason as FinishReason
 from aiocb.outputs import RequestMetrics as RequestMetrics
 from aiocb.outputs import TokenLogprobs as TokenLogprobs
+from aiocb.outputs import ToolCall as ToolCall
+from aiocb.outputs import ToolCallDelta as ToolCallDelta
 from aiocb.outputs import Usage as Usage
 from aiocb.sampling_params import ModelDefaults as ModelDefaults
 from aiocb.sampling_params import SamplingParams as SamplingParams
@@ -83,6 +86,9 @@ __all__ = [
     "Stream",
     "StreamOptions",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
     "Usage",
     "__version__",
 ]

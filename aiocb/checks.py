@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,10 +24,14 @@ __all__ = [
     "check_real",
     "check_sequences",
     "check_strings",
+    "is_deep_json",
     "items_of",
 ]
 
 _MAX_LOGPROBS = 1024
+_MARKS = r'"(?:[^"\\]|\\.)*+"|[\[\]{}]'
+_TEXT_MARKS = re.compile(_MARKS, re.DOTALL)
+_BYTE_MARKS = re.compile(_MARKS.encode(), re.DOTALL)
 
 
 def items_of(value: Any) -> Sequence[Any] | None:
@@ -44,6 +49,24 @@ def items_of(value: Any) -> Sequence[Any] | None:
         items = value.tolist()
         return items if isinstance(items, list) else None
     return None
+
+
+def is_deep_json(text: str | bytes, most: int) -> bool:
+    """True when a JSON text has more levels of lists and objects than `most`; whether it is JSON is not asked.
+
+    Counted without recursion: how deep Python's own parser goes differs by version, from an error to a crash.
+    """
+    depth = 0
+    marks: Iterator[re.Match[Any]] = _TEXT_MARKS.finditer(text) if isinstance(text, str) else _BYTE_MARKS.finditer(text)
+    for found in marks:
+        mark = found[0]
+        if mark in ("[", "{", b"[", b"{"):
+            depth += 1
+            if depth > most:
+                return True
+        elif mark in ("]", "}", b"]", b"}"):
+            depth -= 1
+    return False
 
 
 def check_real(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from aiocb.errors import ConfigError
+from aiocb.errors import ConfigError, show_value
 
 if TYPE_CHECKING:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -106,6 +106,8 @@ class EngineConfig:
         max_request_strings: most stop strings of a request, and likewise most banned sequences of several tokens, in
             all a hundred times as many characters or tokens; and a tenth of it bad words, each of which is encoded in
             several ways.
+        jump_ahead: tokens that the structure of an output forces (`json_schema`, `regex`, `choice`, `grammar`) are
+            computed in one step with the token before them. The output is the same without.
         seed: seed of unseeded requests; None is fresh randomness.
         debug_checks: check all invariants of scheduler and cache after every step.
         drop_unsupported_processors: accepted for compatibility; nothing is dropped here.
@@ -113,8 +115,16 @@ class EngineConfig:
         num_threads: threads of a step on the CPU; None is one per core (native), or what torch has (plain torch).
         native: use the native CPU kernels: None when they can be built or loaded, False never.
         freeze_gc: move all objects out of the garbage collector's sight after start (shorter pauses).
+        tool_parser: how tool calls are found in answers: `auto` asks the chat template, `none` leaves them in the text,
+            else the name of a format (`hermes`, `qwen3_coder`, `llama3`, `mistral`, `smollm`, `granite`, `deepseek`,
+            `harmony`, `json`). `json` also describes the tools in a system message where the template leaves them out.
+        reasoning_parser: how reasoning is found in answers to messages: `auto`, `none`, or whose marks they are
+            (`think`, `mistral`, `seed`, `cohere`).
         start_timeout: seconds that entering waits for an earlier life of the engine to give the model back.
         hang_timeout: seconds without a finished step until `health()` calls a running engine hung.
+        tracing: make OpenTelemetry spans of requests; None does where the program has set up a tracer provider.
+        latency_buckets: upper bounds of the histograms of times in `stats()`, in seconds, rising; None takes 1 ms to
+            2 minutes.
     """
 
     page_size: int | None = None
@@ -148,6 +158,7 @@ class EngineConfig:
     max_queue_size: int = 0
     max_prompt_characters: int | None = None
     max_request_strings: int = 50_000
+    jump_ahead: bool = True
     seed: int | None = None
     debug_checks: bool = False
     drop_unsupported_processors: bool = True
@@ -155,8 +166,12 @@ class EngineConfig:
     num_threads: int | None = None
     native: bool | None = None
     freeze_gc: bool = False
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     start_timeout: float = 60.0
     hang_timeout: float = 60.0
+    latency_buckets: tuple[float, ...] | None = None
+    tracing: bool | None = None
     block_size: dataclasses.InitVar[int | None] = None
     use_accelerator_graph: dataclasses.InitVar[bool | tuple[bool, bool] | None] = None
 
@@ -165,6 +180,7 @@ class EngineConfig:
             object.__setattr__(self, "use_cuda_graph", use_accelerator_graph)
         _is_switch("use_cuda_graph", self.use_cuda_graph, pair=True)
         _is_switch("use_async_batching", self.use_async_batching)
+        _is_switch("tracing", self.tracing)
         for name, default in (("q_padding_interval_size", Q_INTERVAL), ("kv_padding_interval_size", KV_INTERVAL)):
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, default)
@@ -198,6 +214,11 @@ class EngineConfig:
         _within("start_timeout", self.start_timeout, 0.0, math.inf)
         _within("cpu_group_timeout", self.cpu_group_timeout, 0.0, math.inf, open_low=True)
         _within("hang_timeout", self.hang_timeout, 0.0, math.inf, open_low=True)
+        buckets = self.latency_buckets
+        if buckets is not None:
+            is_rising = isinstance(buckets, tuple) and buckets and list(buckets) == sorted(set(buckets))
+            if not is_rising or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in buckets):
+                raise ConfigError(f"latency_buckets must be a tuple of rising seconds, not {show_value(buckets)}")
         if self.scheduler_type not in SCHEDULER_TYPES:
             raise ConfigError(
                 f"scheduler_type {self.scheduler_type!r} is unknown; choose one of {', '.join(SCHEDULER_TYPES)}"

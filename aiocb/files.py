@@ -26,7 +26,18 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["SCRATCH", "Lock", "cache_dir", "checksum", "digest", "flaw", "locked", "make_folder", "sweep"]
+__all__ = [
+    "SCRATCH",
+    "Lock",
+    "cache_dir",
+    "checksum",
+    "digest",
+    "flaw",
+    "known_digest",
+    "locked",
+    "make_folder",
+    "sweep",
+]
 
 logger = logging.getLogger("aiocb.files")
 
@@ -192,13 +203,10 @@ def digest(path: Path) -> str:
     Raises:
         OSError: the file cannot be read.
     """
-    status = path.stat()
-    state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    index = cache_dir() / _INDEX
-    key = str(path.resolve())
-    known = _read_index(index).get(key)
-    if isinstance(known, list) and known[:-1] == state:
-        return str(known[-1])
+    known = known_digest(path)
+    if known is not None:
+        return known
+    state, index, key = _state(path), cache_dir() / _INDEX, str(path.resolve())
     with path.open("rb") as file:
         value = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     with contextlib.suppress(OSError), locked(index):  # without it the next start takes a second a gigabyte longer
@@ -207,6 +215,21 @@ def digest(path: Path) -> str:
         draft.write_text(json.dumps({**others, key: [*state, value]}), encoding="utf-8")
         draft.replace(index)
     return value
+
+
+def known_digest(path: Path) -> str | None:
+    """The remembered digest of a file; None when it would have to be read.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    known = _read_index(cache_dir() / _INDEX).get(str(path.resolve()))
+    return str(known[-1]) if isinstance(known, list) and known[:-1] == _state(path) else None
+
+
+def _state(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def _read_index(index: Path) -> dict[str, object]:

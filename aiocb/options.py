@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-__all__ = ["RequestOptions", "SamplingOptions", "StreamOptions"]
+__all__ = ["RequestOptions", "SamplingOptions", "StreamOptions", "ToolChoice"]
+
+ToolChoice = Literal["auto", "none", "required"] | Mapping[str, Any]
+"""Whether and what a model calls; the mapping is `{"type": "function", "function": {"name": ...}}`."""
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -49,6 +52,10 @@ class SamplingOptions(TypedDict, total=False):
     detokenize: bool
     skip_special_tokens: bool | None
     parse_special_tokens: bool | None
+    json_schema: Any
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
 
 
 class StreamOptions(SamplingOptions, total=False):
@@ -69,4 +76,6 @@ class RequestOptions(SamplingOptions, total=False):
     on_unread: Literal["pause", "cancel"]
     on_full: Literal["wait", "refuse"]
     tools: Sequence[Any] | None
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any] | None

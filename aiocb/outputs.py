@@ -14,7 +14,17 @@ from typing import Any, Literal, NamedTuple, Self
 
 from aiocb.errors import RequestError
 
-__all__ = ["Chunk", "Completion", "FinishReason", "RequestMetrics", "TokenLogprobs", "Usage"]
+__all__ = [
+    "Chunk",
+    "Completion",
+    "FinishReason",
+    "RequestMetrics",
+    "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
+    "Usage",
+    "joined_calls",
+]
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
@@ -90,11 +100,13 @@ class Usage:
     Attributes:
         num_prompt_tokens, num_output_tokens: of this request.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        num_reasoning_tokens: output tokens within reasoning, its marks included.
     """
 
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    num_reasoning_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -119,6 +131,38 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What has arrived of one tool call.
+
+    Attributes:
+        index: which call of the answer, from 0.
+        id, name: of the call and of its function; in the first delta of a call, and in no other.
+        arguments: further JSON text; "" in the first delta. Joined, it is what the model has written: an object, unless
+            the answer was cut, or the model has spoiled it.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One whole tool call.
+
+    Attributes:
+        id: nine letters and digits, made up here.
+        name: of the function, one of those that were offered.
+        arguments: JSON text as the model has written it: see `ToolCallDelta`.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Chunk:
     """A delta of one stream: what has arrived since the chunk before it.
@@ -126,12 +170,14 @@ class Chunk:
     Attributes:
         request_id: the label that was given, or a generated one.
         index: which of the n parallel samples.
-        text: new text (may be empty while a code point or a stop string is undecided).
+        text: new text (may be empty while a code point or a stop string is undecided); without reasoning and calls.
         token_ids: new token ids.
         logprobs: one element per token id, when asked for.
         finish_reason: None until the last chunk.
         stop_reason: the stop string or token id that matched.
         usage: counts, on the last chunk only.
+        reasoning_content: new text of reasoning, where the model's chat template has marks for it.
+        tool_calls: what is new of tool calls. A call's first delta has its id and name, others go on with arguments.
     """
 
     request_id: str
@@ -142,6 +188,8 @@ class Chunk:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     usage: Usage | None
+    reasoning_content: str
+    tool_calls: tuple[ToolCallDelta, ...]
 
     def __init__(
         self,
@@ -153,6 +201,8 @@ class Chunk:
         finish_reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
         usage: Usage | None = None,
+        reasoning_content: str = "",
+        tool_calls: tuple[ToolCallDelta, ...] = (),
     ) -> None:
         # Slot descriptors instead of the generated object.__setattr__ calls: one Chunk is built per token and stream.
         _set_request_id(self, request_id)
@@ -163,6 +213,8 @@ class Chunk:
         _set_finish_reason(self, finish_reason)
         _set_stop_reason(self, stop_reason)
         _set_usage(self, usage)
+        _set_reasoning_content(self, reasoning_content)
+        _set_tool_calls(self, tool_calls)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain, picklable and JSON-ready."""
@@ -181,6 +233,18 @@ _set_logprobs = _setter("logprobs")
 _set_finish_reason = _setter("finish_reason")
 _set_stop_reason = _setter("stop_reason")
 _set_usage = _setter("usage")
+_set_reasoning_content = _setter("reasoning_content")
+_set_tool_calls = _setter("tool_calls")
+
+
+def joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Put the deltas of one answer together."""
+    heads: dict[int, ToolCallDelta] = {}
+    pieces: dict[int, list[str]] = {}
+    for delta in deltas:
+        heads.setdefault(delta.index, delta)
+        pieces.setdefault(delta.index, []).append(delta.arguments)
+    return tuple([ToolCall(head.id or "", head.name or "", "".join(pieces[index])) for index, head in heads.items()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +258,8 @@ class Completion:
         metrics: times of the request.
         error: what ended the request when `finish_reason` is `"error"` (only from `generate_batch` and
             `as_completed` with `return_exceptions=True`; elsewhere it is raised).
+        reasoning_content: the text of all reasoning.
+        tool_calls: every call in the order of the answer.
     """
 
     request_id: str
@@ -208,6 +274,26 @@ class Completion:
     metrics: RequestMetrics
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     error: RequestError | None = None
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as OpenAI's API writes it: append it to the messages for the next turn.
+
+        `content` is None where there is nothing but tool calls; `tool_calls` and `reasoning_content` are there only
+        where the answer has some.
+        """
+        is_silent = bool(self.tool_calls) and not self.text.strip()
+        message: dict[str, Any] = {"role": "assistant", "content": None if is_silent else self.text}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
 
     def to_dict(self) -> dict[str, Any]:
         """Plain, picklable and JSON-ready (the error becomes its message)."""

@@ -29,11 +29,15 @@ class Record:
         is_plain: a plain argmax is all that it asks of a sampler.
         state: what the sampler remembers of it.
         state_slot: as in `OpenedRequest`.
+        follows: tokens that have to come next, as the last result has said.
+        num_drafts: how many of them the step computes; they are the last of `tokens` then.
     """
 
     __slots__ = (
+        "follows",
         "is_plain",
         "num_blocks",
+        "num_drafts",
         "num_opened",
         "num_prompt_tokens",
         "request_id",
@@ -57,6 +61,8 @@ class Record:
         self.is_plain = opened.sampling.is_plain
         self.state: Any = None
         self.state_slot = opened.state_slot
+        self.follows: tuple[int, ...] = ()
+        self.num_drafts = 0
         self.num_blocks = 0
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
 
@@ -70,8 +76,8 @@ class Records:
 
     __slots__ = ("_by_id", "_free_rows", "_num_groups")
 
-    takes_drafts = False
-    """No runner of a model verifies them yet."""
+    verifies_drafts = False
+    """No runner of a model takes guesses yet: only what it has said to follow."""
 
     def __init__(self, num_groups: int = 0) -> None:
         self._num_groups = num_groups
@@ -88,7 +94,7 @@ class Records:
         """Close, open and extend what the plan names; return the record of each entry, in their order.
 
         Raises:
-            NotImplementedError: it asks for what nobody would do: an adapter, a grammar, the check of drafts.
+            NotImplementedError: it asks for what nobody would do: an adapter, a grammar by key, the check of guesses.
         """
         by_id = self._by_id
         for request_id in plan.closed:
@@ -103,8 +109,12 @@ class Records:
         for record, entry in zip(records, plan.entries):
             if entry.new_token_ids:
                 record.tokens += entry.new_token_ids
-            if entry.draft_token_ids and not self.takes_drafts:
-                raise NotImplementedError("this runner verifies no drafts")
+            if entry.draft_token_ids and not self.verifies_drafts:
+                drafts = entry.draft_token_ids
+                if record.follows[: len(drafts)] != drafts:
+                    raise NotImplementedError("this runner verifies no drafts")
+                record.tokens += drafts
+                record.num_drafts = len(drafts)
             fresh = entry.new_blocks
             if fresh:
                 record.num_blocks = entry.block_start + len(fresh[0])
@@ -116,6 +126,9 @@ class Records:
     def finish(records: Sequence[Record], result: StepResult) -> None:
         """Append what each entry has been given."""
         for record, token_ids in zip(records, result.token_ids):
+            if record.num_drafts:
+                token_ids = token_ids[record.num_drafts :]
+                record.num_drafts = 0
             record.tokens += token_ids
 
     def clear(self) -> None:

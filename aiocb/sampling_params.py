@@ -27,6 +27,7 @@ from aiocb.checks import (
     items_of,
 )
 from aiocb.errors import InvalidRequest, show_value
+from aiocb.structure import CompiledStructure, schema_text, structure_of
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -101,6 +102,13 @@ class SamplingParams:
         truncate_prompt_tokens: keep the last so many prompt tokens.
         detokenize: False yields token ids only; not together with `stop`.
         skip_special_tokens: leave special tokens out of the text (default True).
+        json_schema: the output is JSON that fits this schema: a mapping, JSON text, a pydantic model, or True for any
+            object. Needs the extra `grammar`, as the next three do; at most one of the four can be given. The output
+            ends when it is complete, whatever `min_new_tokens` says.
+        regex: the output matches this regular expression from its beginning to its end.
+        choice: the output is one of these texts.
+        grammar: the output fits this grammar, in the syntax of Lark as llguidance has it (`%json {...}` and
+            `%regex {...}` inside).
         parse_special_tokens: whether text that spells a special token (`"<|im_end|>"`) becomes that token. True: in any
             prompt. False: in none. None (default): in a prompt that is one text, since its author writes all of it,
             but not in what chat messages hold (contents, names, arguments of tool calls, tools, documents): there it
@@ -139,6 +147,10 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool | None = None
     parse_special_tokens: bool | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | CompiledStructure | None = None
 
     @classmethod
     def build(cls, params: SamplingParams | GenerationConfig | None, keywords: Mapping[str, Any]) -> SamplingParams:
@@ -159,10 +171,12 @@ class SamplingParams:
                 raise InvalidRequest(f"{field!r} was given twice (also through its alias); give it once")
             if field not in _FIELDS:
                 raise InvalidRequest(f"unknown sampling parameter {name!r}; known are: {', '.join(sorted(_FIELDS))}")
-            values[field] = _copied(value)
+            values[field] = schema_text(value) if field == "json_schema" and value is not None else _copied(value)
         if base is None:
             return cls(**values)
         held = {name: getattr(base, name) for name in _FIELDS}
+        if base.json_schema is not None:
+            values.setdefault("json_schema", schema_text(base.json_schema))
         values = {name: copy for name, value in held.items() if (copy := _copied(value)) is not value} | values
         return dataclasses.replace(base, **values) if values else base
 
@@ -228,6 +242,9 @@ class SamplingParams:
             if self.min_new_tokens is not None:
                 raise InvalidRequest(f"min_new_tokens ({show_value(least)}) is greater than max_new_tokens ({most})")
             values["min_new_tokens"] = most
+        structure = structure_of(values)
+        if structure is not None and values["ignore_eos"]:
+            raise InvalidRequest(f"{structure.kind} with ignore_eos: an output with a structure has to end; give one")
         if values["allowed_token_ids"] == ():
             raise InvalidRequest("allowed_token_ids is empty: nothing could be produced")
         return SamplingParams(**values)
@@ -255,7 +272,25 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or (self.min_new_tokens and (self.eos_token_id or self.stop_token_ids))
             or self.logits_processors
+            or self.is_structured
         )
+
+    @property
+    def is_structured(self) -> bool:
+        """True when the output has to have a structure."""
+        return (
+            self.grammar is not None
+            or self.json_schema is not None
+            or self.regex is not None
+            or self.choice is not None
+        )
+
+    @property
+    def structure_values(self) -> dict[str, Any]:
+        """The fields that say which."""
+        return {
+            "json_schema": self.json_schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar,
+        }  # fmt: skip
 
 
 _FIELDS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
@@ -266,6 +301,13 @@ _FROM_GENERATION = (
 )
 _share = functools.partial(check_real, low=0.0, high=1.0)
 _count = functools.partial(check_integer, low=0)
+
+
+def _as_given(name: str, value: Any) -> Any:
+    """`structure_of` looks at the four together."""
+    return value
+
+
 _RULES: Mapping[str, tuple[Callable[..., Any], Any]] = {
     "temperature": (functools.partial(check_real, low=0.0), 1.0),
     "top_p": (_share, 1.0),
@@ -298,6 +340,10 @@ _RULES: Mapping[str, tuple[Callable[..., Any], Any]] = {
     "detokenize": (check_boolean, None),
     "skip_special_tokens": (check_boolean, True),
     "parse_special_tokens": (check_boolean, None),
+    "json_schema": (_as_given, None),
+    "regex": (_as_given, None),
+    "choice": (_as_given, None),
+    "grammar": (_as_given, None),
 }
 """How a field is checked, and what it is when neither the request nor the model says anything."""
 _OF_VOCABULARY = {check_bias, check_sequences, check_id_set, check_eos}

@@ -175,8 +175,8 @@ class StepEntry(NamedTuple):
         block_start: where `new_blocks` go in the request's block tables; what stood there and behind is replaced.
         new_blocks: per group, ids of physical blocks; `()` when nothing has changed. Blocks that fell out of a sliding
             window are not taken back: they keep their old id, and are not read.
-        draft_token_ids: guesses at the next tokens, the last of the new ones; a draft is accepted when it equals what
-            is sampled before it.
+        draft_token_ids: the next tokens, the last of the new ones: those that the runner has said to follow
+            (`StepResult.follows`), or guesses; a guess is accepted when it equals what is sampled before it.
     """
 
     request_id: int
@@ -252,12 +252,15 @@ class StepResult(NamedTuple):
         prompt_logprobs: by request id, one element per logit row of this step that belongs to a *prompt* target
             (the row at position p predicts token p + 1), only for requests that asked.
         errors: by request id, a failure that ends that request only (a raising processor, NaN logits).
+        follows: by request id, what the request's structure says after this step: the tokens that have to come next,
+            each the only one that may; None where it is complete, and the output has to end.
     """
 
     token_ids: Sequence[tuple[int, ...]]
     logprobs: Sequence[tuple[TokenLogprobs, ...] | None] | None = None
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] | None = None
     errors: Mapping[int, Exception] | None = None
+    follows: Mapping[int, tuple[int, ...] | None] | None = None
 
 
 class StepOutOfMemory(MemoryError):

@@ -10,11 +10,28 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["Dtype", "Int8", "Model", "spread"]
+__all__ = ["Dtype", "Int8", "Model", "complete_model", "spread"]
 
 T = TypeVar("T")
 
-Model = Annotated[str, typer.Argument(help="A hub name, a directory, a GGUF file, or smollm2.")]
+
+def complete_model(incomplete: str) -> list[str]:
+    """The models on this machine whose names begin so, for a shell; files it completes itself."""
+    from aiocb.errors import ConfigError
+    from aiocb.model.load.kept import read_shelf
+
+    try:
+        return [kept.name for kept in read_shelf().models if kept.name.startswith(incomplete)]
+    except ConfigError:
+        return []
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="owner/repo, owner/repo:Q4_K_M, a directory, a GGUF file, or smollm2.", autocompletion=complete_model
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or as stored.", rich_help_panel="Model")]
 Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights in the CPU kernels.", rich_help_panel="Model")]
 

@@ -1,4 +1,4 @@
-"""The command line: `aiocb chat | run | info | bench`."""
+"""The command line: `aiocb chat | run | info | pull | list | rm | bench`."""
 
 from __future__ import annotations
 

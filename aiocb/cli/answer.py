@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aiocb.engine.engine import Engine
     from aiocb.engine.stream import Stream
+    from aiocb.outputs import Chunk
 
 __all__ = ["Answer"]
 
@@ -21,6 +22,7 @@ class Answer:
     Attributes:
         first_s, last_s: seconds to the first and to the latest token.
         num_interrupts: how often Ctrl-C was pressed.
+        has_thought: there was reasoning, which is shown and no part of `text`.
     """
 
     text: str = ""
@@ -29,6 +31,7 @@ class Answer:
     last_s: float = 0.0
     finish_reason: str | None = None
     num_interrupts: int = 0
+    has_thought: bool = False
     stream: Stream | None = None
 
     async def read(
@@ -49,10 +52,18 @@ class Answer:
                     self.last_s = time.perf_counter() - started
                     self.first_s = self.first_s or self.last_s
                 self.num_tokens += len(chunk.token_ids)
+                if show is not None:
+                    show(self._shown(chunk))
                 self.text += chunk.text
                 self.finish_reason = chunk.finish_reason
-                if show is not None:
-                    show(chunk.text)
+
+    def _shown(self, chunk: Chunk) -> str:
+        """What is new for a reader: reasoning, too, with an empty line behind it."""
+        if chunk.reasoning_content:
+            self.has_thought = True
+        is_over = self.has_thought and not self.text and bool(chunk.text)
+        between = "\n\n" if is_over else ""
+        return chunk.reasoning_content + between + chunk.text
 
     def interrupt(self) -> None:
         """First Ctrl-C: end with the next step and show what is there. Second: do not even wait for that."""

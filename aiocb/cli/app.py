@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from aiocb.bench.cli import app as bench
-from aiocb.bench.options import Model, spread
+from aiocb.bench.options import Model, complete_model, spread
 from aiocb.cli.serve import ServeOptions
 from aiocb.cli.terminal import ModelOptions, follow, is_silent
 
@@ -145,6 +145,57 @@ def serve(model: DefaultModel, options: ServeOptions, _debug: Debug = False) -> 
     from aiocb.cli.serve import run_server
 
     raise typer.Exit(run_server(model, options))
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="owner/repo, owner/repo:Q4_K_M, owner/repo@revision, or a link.")],
+    _debug: Debug = False,
+) -> None:
+    """Download a model from the hub, so that it starts at once and without a network."""
+    from aiocb.cli import models
+
+    raise typer.Exit(models.pull(model))
+
+
+@app.command("list")
+def list_(_debug: Debug = False) -> None:
+    """Show the models that are on this machine."""
+    from aiocb.cli import models
+
+    models.list_models()
+
+
+@app.command()
+def rm(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL...", autocompletion=complete_model, help="As `list` shows them."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    unfinished: Annotated[bool, typer.Option("--unfinished", help="Also what killed downloads have left.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Remove models from this machine, with all that was made of them."""
+    from aiocb.cli import models
+
+    if not names and not unfinished:
+        raise typer.BadParameter("name a model, or say --unfinished", param_hint="MODEL")
+    models.remove(names or [], is_sure=yes, unfinished=unfinished)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="Of a server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="AIOCB_API_KEY", help="Where the server asks for one.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds from one picture to the next.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures once, as JSON.")] = False,
+) -> None:
+    """Watch a server: requests, cache, tokens per second, latencies. Ctrl-C leaves."""
+    from aiocb.cli.top import run_top
+
+    raise typer.Exit(run_top(url, api_key, interval, once=once, as_json=as_json))
 
 
 app.add_typer(bench, name="bench")

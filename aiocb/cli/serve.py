@@ -69,7 +69,10 @@ def run_server(model: ModelOptions, options: ServeOptions) -> int:
             f"the server needs more packages ({error.name} is missing): pip install 'aiocb[serve]'"
         ) from None
     values = dataclasses.asdict(options)
-    max_queue_size = values.pop("max_queue_size")
+    settings: dict[str, Any] = {"max_queue_size": values.pop("max_queue_size")}
+    buckets = values.pop("metrics_buckets")
+    if buckets:
+        settings["latency_buckets"] = tuple(buckets)
     values = {
         name: tuple(value or ()) if value is None or isinstance(value, list) else value
         for name, value in values.items()
@@ -79,7 +82,7 @@ def run_server(model: ModelOptions, options: ServeOptions) -> int:
     config = ServeConfig(**values)
     _log_to_stderr()
     progress = LoadProgress()
-    engine = build_engine(model, progress, max_queue_size=max_queue_size)
+    engine = build_engine(model, progress, **settings)
     with contextlib.suppress(KeyboardInterrupt):
         failure = serve(engine, config, progress)
         if failure is not None:

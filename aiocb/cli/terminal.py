@@ -29,6 +29,7 @@ __all__ = [
     "context_len",
     "follow",
     "is_silent",
+    "loading",
     "num_processes",
     "on_interrupt",
     "one_line",
@@ -154,7 +155,7 @@ class Run(Protocol):
 
 @contextlib.contextmanager
 def open_engine(options: ModelOptions) -> Iterator[tuple[Run, Engine]]:
-    """Load the model behind a spinner; yield what runs coroutines, and the running engine.
+    """Load the model behind a bar; yield what runs coroutines, and the running engine.
 
     The loop stands still between the calls of `Run`. So a chat can read its next line in the main thread with its line
     editor and the ordinary Ctrl-C, and no thread has to be stuck in `input` when the program ends.
@@ -165,7 +166,7 @@ def open_engine(options: ModelOptions) -> Iterator[tuple[Run, Engine]]:
     runner = asyncio.Runner(loop_factory=_loop_factory())
     run = functools.partial(_run, runner)
     try:
-        with _spinner(f"Loading {options.model}") as progress:
+        with loading(f"Loading {options.model}") as progress:
             try:
                 engine = build_engine(options, progress)
                 run(engine.__aenter__())
@@ -237,19 +238,26 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 @contextlib.contextmanager
-def _spinner(title: str) -> Iterator[Callable[[str, float], None] | None]:
-    """A spinner on standard error while a model loads; nothing when that is not a terminal."""
+def loading(title: str) -> Iterator[Callable[[str, float], None] | None]:
+    """How far loading is, on standard error: a bar for each stage that has one; nothing when that is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
     from rich.markup import escape
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    with Console(stderr=True).status(f"{escape(title)} ...") as status:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
+        task, shown = bars.add_task(f"{escape(title)} ...", total=None), ""
 
         def progress(stage: str, fraction: float) -> None:
-            share = f" {fraction:.0%}" if 0 < fraction < 1 else ""
-            status.update(f"{escape(title)} ({escape(stage)}{share}) ...")
+            nonlocal shown
+            if stage != shown:
+                shown = stage
+                bars.reset(task, total=None, description=f"{escape(title)} ({escape(stage)})")
+            if 0 < fraction < 1:
+                bars.update(task, total=1.0, completed=fraction)
 
         yield progress
 

@@ -208,8 +208,8 @@ class LoopBridge:
             self._deliver(batch)
 
     def _deliver(self, batch: list[Delta]) -> None:
-        for lane, token_ids, text, logprobs, end in batch:
-            lane.push(token_ids, text, logprobs, end)
+        for lane, token_ids, text, logprobs, end, answer in batch:
+            lane.push(token_ids, text, logprobs, end, answer)
         self.line.let_in()
 
     async def _dispatch(self, receive: MemoryObjectReceiveStream[list[Delta]]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from aiocb.engine.delivery import Delivery, error_delta
 from aiocb.engine.output import OutputState
 from aiocb.engine.room import Room
-from aiocb.engine.stats import Recorder, Stats
+from aiocb.engine.stats import LATENCY_BUCKETS, Recorder, Stats
 from aiocb.scheduler.request import ParallelGroup, Request
 from aiocb.step import StepOutOfMemory
 
@@ -51,6 +51,7 @@ class EngineCore:
         random_source: draws the seeds of requests that bring none.
         debug_checks: check every invariant after every step.
         hold: asks other processes that run the model, too; None where there are none.
+        buckets: upper bounds of the histograms of times, in seconds.
 
     Attributes:
         delivery: the streams and what is on its way to them.
@@ -69,13 +70,14 @@ class EngineCore:
         random_source: random.Random | None = None,
         debug_checks: bool = False,
         hold: Hold | None = None,
+        buckets: tuple[float, ...] = LATENCY_BUCKETS,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.room = room or Room(0)
         self.clock = clock
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.recorder = Recorder()
+        self.recorder = Recorder(buckets)
         self.delivery = Delivery(scheduler, self.recorder, clock)
         self.last_event_at = clock()
         self.is_stepping = False

@@ -85,7 +85,7 @@ class Delivery:
                     outbox = bridge.outbox
                     if not outbox:
                         touched.append(bridge)
-                    outbox.append(new_delta(Delta, (output.lane, token_ids, text, logprobs, None)))
+                    outbox.append(new_delta(Delta, (output.lane, token_ids, text, logprobs, None, None)))
                 else:
                     self._take_slowly(update, now)
                     if finished is not None:
@@ -102,14 +102,16 @@ class Delivery:
         if prompt_logprobs is not None:
             output.add_prompt_logprobs(prompt_logprobs)
         matched = output.add(token_ids, logprobs) if token_ids else None
-        if matched is not None:
+        if output.has_ended:
             request.cut(request.num_output_tokens - output.num_cut)
             if finished is None:
                 finished = self._scheduler.finish(request, "stop", stop_reason=matched)
         if finished is not None:
             self.end(finished, now)
         elif output.interval is not None and len(output.token_ids) >= output.interval:
-            self.post(output.slot, output.take(None))
+            delta = output.take(None)
+            if delta.token_ids or delta.text or delta.answer is not None:
+                self.post(output.slot, delta)
 
     def _check_reader(self, request: Request, output: OutputState, now: float) -> None:
         """Hold a request back, or end it, when its reader is too far behind."""
@@ -180,6 +182,8 @@ class Delivery:
             if not siblings:
                 del self._requests[slot]
         self._recorder.record_end(request, end)
+        if output.trace is not None:
+            output.trace.end(request, end, now)
 
     def end_all_dead(self, make_error: Callable[[], Exception]) -> None:
         """End every stream without asking the scheduler, which may be broken."""

@@ -40,11 +40,15 @@ class _Job(NamedTuple):
 class Encoder:
     """A daemon thread that does jobs in order of submission.
 
+    Args:
+        name: of the thread.
+
     Attributes:
         exited: set as the thread's last act.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "aiocb encoder") -> None:
+        self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._outboxes: dict[asyncio.AbstractEventLoop, Mailbox[_Result]] = {}
         self._make_error: Callable[[], Exception] | None = None
@@ -58,7 +62,7 @@ class Encoder:
         Raises:
             EngineError: the system has none to give.
         """
-        thread = threading.Thread(target=self._run, name="aiocb encoder", daemon=True)
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -95,6 +99,11 @@ class Encoder:
         """Wait for the thread to end."""
         if self._thread is not None:
             self._thread.join(timeout)
+
+    @property
+    def is_started(self) -> bool:
+        """True once there is, or was, a thread."""
+        return self._thread is not None
 
     @property
     def is_alive(self) -> bool:

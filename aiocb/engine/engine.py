@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from transformers.distributed.configuration_utils import DistributedConfig as TransformersConfig
 
-    from aiocb.options import RequestOptions, StreamOptions
+    from aiocb.options import RequestOptions, StreamOptions, ToolChoice
     from aiocb.text.processor import TextProcessor
 
     Params = SamplingParams | GenerationConfig | None
@@ -97,7 +97,8 @@ class Engine:
         """Return an engine at once; the model is loaded in the worker thread on the first entry and then kept.
 
         Args:
-            name_or_path: a hub name, a directory, a GGUF file, or `smollm2` / `gemma3-270m` (the packaged models).
+            name_or_path: `owner/repo` on the hub, `owner/repo:Q4_K_M` (one of its GGUF files), either with `@revision`,
+                a link to one of these, a directory, a GGUF file, or `smollm2` / `gemma3-270m` (the packaged models).
             config: settings.
             dtype: a torch dtype, its name, or `"auto"`.
             device: where to put the model; None chooses.
@@ -105,7 +106,8 @@ class Engine:
             distributed_config: spreads the model over the processes that `torchrun` has started: a `DistributedConfig`,
                 or transformers' own. Every process makes and enters the engine; rank 0 takes the requests, on the
                 others `async with` ends when it does there.
-            progress: called as `progress(stage, fraction)` in the worker thread while the model is loaded.
+            progress: called as `progress(stage, fraction)` while the model is loaded, in the worker thread or (stage
+                `download`) in one of the hub client's, never in two at once.
             drain: as for the constructor.
             options: passed on to transformers' `from_pretrained` (revision, trust_remote_code, ...).
 
@@ -203,6 +205,8 @@ class Engine:
         on_unread: Literal["pause", "cancel"] = "pause",
         on_full: Literal["wait", "refuse"] = "wait",
         tools: Sequence[Any] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **sampling: Unpack[StreamOptions],
     ) -> Stream:
@@ -223,7 +227,13 @@ class Engine:
                 by the output's length).
             on_unread: beyond that bound, `pause` the request (its cache is kept) or `cancel` it.
             on_full: when `EngineConfig.max_queue_size` is reached, `wait` or `refuse` with `QueueFull`.
-            tools, chat_template_kwargs: passed to the chat template.
+            tools: functions that the model may call, for a prompt of messages: JSON schemas in OpenAI's shape, or
+                functions with type hints and a docstring. Rendered by the chat template; calls come as
+                `Chunk.tool_calls` and `Completion.tool_calls`.
+            tool_choice: `auto` (as None, with tools) lets the model choose, `none` keeps the tools from it, `required`
+                makes it call at least one, `{"type": "function", "function": {"name": ...}}` exactly this one.
+            parallel_tool_calls: False ends the answer with its first call.
+            chat_template_kwargs: passed to the chat template.
             sampling: fields of `SamplingParams`.
 
         Raises:
@@ -242,8 +252,10 @@ class Engine:
             max_unread_tokens,
             on_unread,
             on_full,
-            take_values("tools", tools),
-            take_values("chat_template_kwargs", chat_template_kwargs),
+            None if tools is None else take_values("tools", tools),
+            None if chat_template_kwargs is None else take_values("chat_template_kwargs", chat_template_kwargs),
+            None if tool_choice is None else take_values("tool_choice", tool_choice),
+            parallel_tool_calls,
         )
         spec.check()
         session = self._lives.session

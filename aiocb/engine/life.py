@@ -16,6 +16,8 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.engine.core import EngineCore
 from aiocb.engine.limits import make_scheduler
 from aiocb.engine.room import Room
+from aiocb.engine.stats import LATENCY_BUCKETS
+from aiocb.engine.tracing import Tracer
 from aiocb.engine.worker import Worker
 from aiocb.errors import EngineClosed, EngineError
 
@@ -43,6 +45,7 @@ class Life:
         limits, text, choices: of the runner, once there is one.
         rank: of this process among those that run the model together; 0 decides, and takes the requests.
         room: of the bounded queue.
+        tracer: makes spans of requests, where somebody wants them.
     """
 
     def __init__(self, source: Source, config: EngineConfig, number: int = 1) -> None:
@@ -53,6 +56,7 @@ class Life:
         self.choices: list[Choice] = []
         self.rank = 0
         self.room = Room(config.max_queue_size)
+        self.tracer: Tracer | None = None
         self.worker = Worker(self._open, self._close, source.interrupt)
         self._number = number
         self._built: Built | None = None
@@ -68,7 +72,8 @@ class Life:
         built.text.prepare()
         scheduler, limits, choices = make_scheduler(self.config, built)
         self.text, self.limits = built.text, limits
-        self.choices = [*built.choices, *choices]
+        self.choices = [*built.choices, *choices, *_parser_choices(built.text, limits.parsers)]
+        self.tracer = Tracer.detect(self.config, self.source.name)
         core = EngineCore(
             built.runner,
             scheduler,
@@ -77,6 +82,7 @@ class Life:
             random_source=random.Random(self.config.seed) if self.config.seed is not None else None,
             debug_checks=self.config.debug_checks,
             hold=None if built.parallel is None else built.parallel.hold,
+            buckets=self.config.latency_buckets or LATENCY_BUCKETS,
         )
         if built.parallel is not None:
             self.rank = built.parallel.rank
@@ -95,6 +101,8 @@ class Life:
         self.worker.stop()
 
     def _close(self) -> None:
+        if self.tracer is not None:
+            self.tracer.close()
         built, self._built = self._built, None
         if built is not None:
             self.source.give_back(built, is_dead=self.worker.state == "dead")
@@ -161,3 +169,14 @@ class Life:
             raise self.worker.make_dead_error()
         what = "closing" if state == "running" else state
         raise EngineClosed(f"the engine is {what}; it accepts no new requests")
+
+
+def _parser_choices(text: TextProcessor, parsers: tuple[str, str]) -> list[Choice]:
+    """How answers to messages are read."""
+    dialect = text.find_dialect(parsers)
+    if dialect is None:
+        return []
+    return [
+        Choice(name, value, "set by the user" if asked != "auto" else "by the marks in the chat template")
+        for name, value, asked in zip(("tool_parser", "reasoning_parser"), dialect.names, parsers, strict=True)
+    ]

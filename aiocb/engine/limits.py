@@ -99,6 +99,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         max_prefill_chunk=chunk,
         scheduler_type=config.scheduler_type,
         safety_margin=margin,
+        jumps=config.jump_ahead,
     )
     longest = min(built.defaults.max_model_len, built.runner.max_model_len, config.max_model_len or sys.maxsize)
     max_characters = choose(
@@ -113,6 +114,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         config.return_logprobs,
         max_characters,
         config.max_request_strings,
+        (config.tool_parser, config.reasoning_parser),
     )
     choose("max_request_tokens", None, limits.longest, "the smaller of the model's positions and the cache")
     return scheduler, limits, choices

@@ -11,6 +11,7 @@ from aiocb.outputs import FinishReason, RequestMetrics, TokenLogprobs, Usage
 from aiocb.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from aiocb.engine.tracing import Trace
     from aiocb.scheduler.request import Request
     from aiocb.text.output import TextOutput
     from aiocb.text.pieces import Detokenizer
@@ -33,6 +34,7 @@ class Submission:
         on_unread: what to do beyond the bound.
         drop_output: compute the prompt only (`max_new_tokens=0` with prompt log-probabilities).
         texts: the text of each lane; empty when nobody wants text.
+        trace: makes spans of it; None where nobody traces.
     """
 
     slot: Slot
@@ -50,6 +52,7 @@ class Submission:
     on_unread: Literal["pause", "cancel"] = "pause"
     drop_output: bool = False
     texts: tuple[TextOutput, ...] = ()
+    trace: Trace | None = None
 
 
 class OutputState:
@@ -69,10 +72,12 @@ class OutputState:
         "slot",
         "text",
         "token_ids",
+        "trace",
     )
 
     def __init__(self, submission: Submission, lane: Lane) -> None:
         self.slot = submission.slot
+        self.trace = submission.trace
         self.lane = lane
         self.interval = submission.stream_interval
         self.max_unread = submission.max_unread_tokens
@@ -108,19 +113,28 @@ class OutputState:
             if logprobs is not None:
                 self.logprobs.extend(logprobs[:count])
 
+    @property
+    def has_ended(self) -> bool:
+        """The text has ended by itself: by a stop string, or by a call that is to be the only one."""
+        return self.text is not None and self.text.has_ended
+
     def flush(self) -> str | None:
         """Release text that was held back; return the stop string that the text ends with, if any."""
         return None if self.text is None else self.text.flush()
 
     def take(self, end: End | None) -> Delta:
-        """Everything not yet delivered, as one delta."""
-        token_ids = tuple(self.token_ids)
-        logprobs = tuple(self.logprobs) if self.logprobs else None
-        delta = Delta(self.lane, token_ids, "" if self.text is None else self.text.take(), logprobs, end)
-        self.slot.num_sent += len(token_ids)
-        self.token_ids.clear()
-        self.logprobs.clear()
-        return delta
+        """Everything not yet delivered, as one delta; before the end, without tokens whose text is undecided."""
+        text = self.text
+        count = len(self.token_ids)
+        if text is not None and end is None:
+            count = text.take_ready(count)
+        token_ids = tuple(self.token_ids[:count])
+        logprobs = tuple(self.logprobs[:count]) or None
+        self.slot.num_sent += count
+        del self.token_ids[:count], self.logprobs[:count]
+        if text is None:
+            return Delta(self.lane, token_ids, "", logprobs, end)
+        return Delta(self.lane, token_ids, text.take(), logprobs, end, text.take_answer())
 
     def end(
         self,
@@ -139,7 +153,12 @@ class OutputState:
         return End(
             reason,
             stop_reason,
-            Usage(request.num_prompt_tokens, num_output_tokens, request.num_cached_tokens),
+            Usage(
+                request.num_prompt_tokens,
+                num_output_tokens,
+                request.num_cached_tokens,
+                0 if self.text is None else self.text.num_reasoning_tokens,
+            ),
             RequestMetrics(
                 None if scheduled is None else scheduled - submitted,
                 None if first is None else first - submitted,

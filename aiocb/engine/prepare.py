@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiocb.checks import check_integer
 from aiocb.errors import InvalidRequest, explain, show_value
 from aiocb.sampling_params import MAX_SAMPLES, ModelDefaults, SamplingParams
+from aiocb.structure import structure_of
 from aiocb.text.prompts import Messages, text_length
+from aiocb.text.tools import check_tool_choice, take_tools
 
 if TYPE_CHECKING:
     from aiocb.text.output import TextOutput
@@ -40,6 +42,7 @@ class Limits:
         max_request_tokens: most tokens (prompt and output) whose cache fits when a request runs alone.
         return_logprobs: `EngineConfig.return_logprobs`.
         max_prompt_characters, max_request_strings: see `EngineConfig`; None is no bound.
+        parsers: `EngineConfig.tool_parser` and `reasoning_parser`.
     """
 
     defaults: ModelDefaults
@@ -47,6 +50,7 @@ class Limits:
     return_logprobs: bool = False
     max_prompt_characters: int | None = None
     max_request_strings: int | None = None
+    parsers: tuple[str, str] = ("auto", "auto")
 
     @property
     def longest(self) -> int:
@@ -75,6 +79,14 @@ class StreamSpec:
     on_full: Literal["wait", "refuse"] = "wait"
     tools: Sequence[Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def needs_compiler(self) -> bool:
+        """True where what the answer has to look like is worked out from its tools."""
+        tools = self.tools if isinstance(self.prompt, Messages) else None
+        return bool(tools) and (self.tool_choice not in (None, "auto", "none") or any(map(_is_strict, tools or ())))
 
     def check(self) -> None:
         """Check what needs no model.
@@ -102,6 +114,8 @@ class StreamSpec:
                 )
         if self.tools is not None and not isinstance(self.tools, (list, tuple)):
             raise InvalidRequest(f"tools must be a list of JSON schemas or functions, not {show_value(self.tools)}")
+        if self.tools or self.tool_choice is not None or self.parallel_tool_calls is not True:
+            check_tool_choice(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
         arguments = self.chat_template_kwargs
         if arguments is not None and not (isinstance(arguments, Mapping) and all(map(_is_text, arguments))):
             raise InvalidRequest(f"chat_template_kwargs must map names to values, not {show_value(arguments)}")
@@ -140,9 +154,14 @@ def prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
 
 
 def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
-    sampling = _resolve(spec.sampling, limits, text)
-    keep = sampling.truncate_prompt_tokens
     prompt = spec.prompt
+    structure = None
+    given = spec.sampling
+    if isinstance(prompt, Messages) and given.is_structured:  # it begins behind the reasoning, and beside calls
+        structure = structure_of(given.structure_values)
+        given = dataclasses.replace(given, json_schema=None, regex=None, choice=None, grammar=None)
+    sampling = _resolve(given, limits, text)
+    keep = sampling.truncate_prompt_tokens
     if isinstance(prompt, (str, Messages)):
         length = sum(map(text_length, (prompt, spec.tools, spec.chat_template_kwargs)))
         most = limits.max_prompt_characters
@@ -155,20 +174,31 @@ def _prepare(spec: StreamSpec, limits: Limits, text: TextProcessor) -> Prepared:
         if keep is not None:
             prompt = prompt[-keep:]
         _check_room(len(prompt), sampling, limits)
+    plan = None
+    if isinstance(prompt, Messages):
+        tools = take_tools(spec.tools, spec.tool_choice, spec.parallel_tool_calls)
+        chat = text.take_chat(
+            prompt,
+            tools=tools,
+            chat_template_kwargs=spec.chat_template_kwargs,
+            parse_special_tokens=bool(sampling.parse_special_tokens),
+            parsers=limits.parsers,
+        )
+        prompt, plan = tuple(chat.token_ids), chat.plan
+        if tools.tools or structure is not None:
+            sampling = text.with_answer(sampling, limits.defaults, plan, tools, structure)
+    elif spec.tools or spec.chat_template_kwargs:
+        raise InvalidRequest("tools and chat_template_kwargs need a prompt of chat messages")
     ids = text.normalize_prompt(
-        prompt,
-        vocab_size=limits.defaults.vocab_size,
-        tools=spec.tools,
-        chat_template_kwargs=spec.chat_template_kwargs,
-        parse_special_tokens=sampling.parse_special_tokens,
+        prompt, vocab_size=limits.defaults.vocab_size, parse_special_tokens=sampling.parse_special_tokens
     )
     prepared = _fit(spec, sampling, ids if keep is None else ids[-keep:], limits)
     if not (sampling.detokenize and text.has_tokenizer):
         return prepared
     silent = prepared.drop_output or prepared.max_output_tokens == 0
     if silent:  # no text but that of the prompt, in which nothing is searched
-        sampling = dataclasses.replace(sampling, stop=())
-    texts = text.make_outputs(sampling, prepared.prompt_token_ids, prepared.sampling.n)
+        sampling, plan = dataclasses.replace(sampling, stop=()), None
+    texts = text.make_outputs(sampling, prepared.prompt_token_ids, prepared.sampling.n, plan)
     if silent:
         for output in texts:
             output.flush()
@@ -198,7 +228,7 @@ def _resolve(sampling: SamplingParams, limits: Limits, text: TextProcessor) -> S
     if sampling.bad_words:
         found = (*(sampling.bad_words_ids or ()), *text.bad_words_ids(sampling.bad_words))
         sampling = dataclasses.replace(sampling, bad_words=(), bad_words_ids=found).resolve(limits.defaults)
-    return sampling
+    return text.with_structure(sampling, limits.defaults) if sampling.is_structured else sampling
 
 
 def _check_sizes(sampling: SamplingParams, most: int) -> None:
@@ -260,6 +290,11 @@ def _check_room(num_prompt: int, sampling: SamplingParams, limits: Limits) -> tu
             "shorten it or pass truncate_prompt_tokens"
         )
     return room, what
+
+
+def _is_strict(tool: Any) -> bool:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and function.get("strict") is True
 
 
 def _is_duration(value: Any) -> bool:

@@ -70,6 +70,8 @@ class Session(Life):
         built: set when it can serve or has failed.
         exited: set when its thread is about to end.
         encoder: prepares requests.
+        compiler: prepares those whose structure has to be compiled first, so that the others need not wait; its thread
+            is started when there is one.
     """
 
     def __init__(self, source: Source, config: EngineConfig, number: int = 1) -> None:
@@ -80,6 +82,8 @@ class Session(Life):
         self._bridges_lock = threading.Lock()  # taken once per event loop, when its bridge is made
         self._num_wakeups_before = 0
         self.encoder = Encoder()
+        self.compiler = Encoder("aiocb compiler")
+        self._compiler_lock = threading.Lock()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -93,11 +97,11 @@ class Session(Life):
         try:
             self.worker.start(lambda _error: self.built.set(), self._on_exit)
         except BaseException:
-            self.encoder.stop(self.worker.make_end_error)
+            self._stop_encoders()
             raise
 
     def _on_exit(self) -> None:
-        self.encoder.stop(self.worker.make_end_error)
+        self._stop_encoders()
         for loop, bridge in tuple(self._bridges.items()):
             if loop.is_closed():
                 bridge.discard()
@@ -124,7 +128,10 @@ class Session(Life):
             elif worker.state in ("running", "draining") and drain != 0:
                 worker.drain(lambda: None)
                 with anyio.move_on_after(drain):
-                    await self.encoder.submit(int)  # what has begun before is in line, or with the worker, then
+                    for (
+                        encoder
+                    ) in self._started_encoders():  # what has begun before is in line, or with the worker, then
+                        await encoder.submit(int)
                     is_left = True
                     while is_left:  # until a round in which nobody stood in line: what the worker was told is all
                         is_left = any(
@@ -146,8 +153,9 @@ class Session(Life):
             worker.join(1.0)
             # Bounded by one job, which may be a long one: its thread ends by itself when nobody wants to wait.
             with anyio.move_on_after(_ENCODER_EXIT_S, shield=True):
-                await self.encoder.exited.wait()
-                self.encoder.join(_ENCODER_EXIT_S)
+                for encoder in self._started_encoders():
+                    await encoder.exited.wait()
+                    encoder.join(_ENCODER_EXIT_S)
         if self.follows and not leaves_others and worker.state == "dead":
             raise worker.make_dead_error()
 
@@ -169,7 +177,30 @@ class Session(Life):
         self.raise_if_unusable()
         limits, text = self.limits, self.text
         assert limits is not None and text is not None
-        return self.encoder.submit(partial(prepare, spec, limits, text))
+        encoder = self.encoder
+        sampling = spec.sampling
+        is_structured = (  # not a call: there is one of these for every request
+            sampling.json_schema is not None
+            or sampling.regex is not None
+            or sampling.choice is not None
+            or sampling.grammar is not None
+        )
+        if (spec.tools and spec.needs_compiler) or (is_structured and not text.has_compiled(sampling)):
+            encoder = self._started_compiler()
+        return encoder.submit(partial(prepare, spec, limits, text))
+
+    def _started_compiler(self) -> Encoder:
+        with self._compiler_lock:
+            if not self.compiler.is_started:
+                self.compiler.start()
+        return self.compiler
+
+    def _started_encoders(self) -> list[Encoder]:
+        return [encoder for encoder in (self.encoder, self.compiler) if encoder.is_started]
+
+    def _stop_encoders(self) -> None:
+        for encoder in (self.encoder, self.compiler):
+            encoder.stop(self.worker.make_end_error)
 
     async def submit(self, spec: StreamSpec, begun: asyncio.Future[Prepared | Exception], intent: Intent) -> Submitted:
         """Wait for its preparation and for room in the queue, and hand a stream to the worker.
@@ -235,6 +266,7 @@ class Session(Life):
             spec.on_unread,
             prepared.drop_output,
             prepared.texts,
+            None if self.tracer is None else self.tracer.begin(spec.request_id, prepared.sampling),
         )
         bridge.line.enter(num_lanes)
         self.put((EngineCore.submit, submission))

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
+from aiocb.text.answer.dialect import check_parsers
 
 __all__ = ["refuse_unbuilt", "without_unbuilt"]
 
@@ -33,8 +34,9 @@ def refuse_unbuilt(config: EngineConfig, device_type: str | None) -> EngineConfi
         device_type: of the model; None where that is not known yet.
 
     Raises:
-        ConfigError: one of them would have no effect.
+        ConfigError: one of them would have no effect, or names a parser that is not there.
     """
+    check_parsers(config.tool_parser, config.reasoning_parser)
     names = _asked_for(config)
     if names:
         wanted = ", ".join(f"{name}={getattr(config, name)!r}" for name in names)

@@ -21,6 +21,8 @@ from aiocb.outputs import FinishReason, RequestMetrics, TokenLogprobs, Usage
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from aiocb.text.output import AnswerDelta
+
 __all__ = ["Bridge", "Delta", "End", "Lane", "Slot"]
 
 
@@ -71,6 +73,7 @@ class Delta(NamedTuple):
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None
     end: End | None
+    answer: AnswerDelta | None = None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -83,10 +86,16 @@ class Lane:
     texts: list[str] = field(default_factory=list, init=False)
     logprobs: Sequence[TokenLogprobs] | None = field(default=None, init=False)
     end: End | None = field(default=None, init=False)
+    answers: list[AnswerDelta] = field(default_factory=list, init=False)
     is_ready: bool = field(default=False, init=False)
 
     def push(
-        self, token_ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprobs, ...] | None, end: End | None
+        self,
+        token_ids: tuple[int, ...],
+        text: str,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        end: End | None,
+        answer: AnswerDelta | None = None,
     ) -> None:
         """Add a delta and wake the reader. A second end is ignored."""
         if self.end is not None:
@@ -107,6 +116,8 @@ class Lane:
                     self.logprobs.extend(logprobs)
         if text:
             self.texts.append(text)
+        if answer is not None:
+            self.answers.append(answer)
         if end is not None:
             self.end = end
             slot.num_open -= 1

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Built", "LoadedSource", "PretrainedSource", "Progress", "RunnerSource", "Source"]
 
 Progress = Callable[[str, float], None]
-"""Called with a stage and a fraction in 0..1, in the worker thread."""
+"""Called with a stage and a fraction in 0..1, by one thread at a time: the worker, or one that downloads."""
 
 
 @dataclass(slots=True)

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from aiocb.scheduler.request import Request
     from aiocb.scheduler.scheduler import Scheduler
 
-__all__ = ["EngineState", "Health", "Histogram", "HistogramSnapshot", "Recorder", "Stats"]
+__all__ = ["LATENCY_BUCKETS", "EngineState", "Health", "Histogram", "HistogramSnapshot", "Recorder", "Stats"]
 
 EngineState = Literal["created", "starting", "running", "draining", "closed", "dead"]
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Upper bounds of the histograms of times, in seconds."""
+_TOKEN_BUCKETS = tuple(float(1 << power) for power in range(4, 21))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class HistogramSnapshot:
     """Cumulative counts as Prometheus has them: `counts[i]` observations are `<= bounds[i]`.
 
     Attributes:
-        bounds: upper bounds, in seconds.
+        bounds: upper bounds.
         counts: cumulative; observations above the last bound are in `count` only.
         count, sum: number and sum of all observations.
     """
@@ -38,18 +40,23 @@ class HistogramSnapshot:
 
 
 class Histogram:
-    """A fixed-bucket histogram with one writer."""
+    """A fixed-bucket histogram with one writer.
 
-    __slots__ = ("_count", "_counts", "_sum")
+    Args:
+        bounds: upper bounds, rising.
+    """
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_SECONDS) + 1)
+    __slots__ = ("_bounds", "_count", "_counts", "_sum")
+
+    def __init__(self, bounds: tuple[float, ...] = LATENCY_BUCKETS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._count = 0
         self._sum = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
         """Add `times` observations of the same value."""
-        self._counts[bisect_left(_SECONDS, seconds)] += times
+        self._counts[bisect_left(self._bounds, seconds)] += times
         self._count += times
         self._sum += seconds * times
 
@@ -59,7 +66,7 @@ class Histogram:
         for count in self._counts[:-1]:
             total += count
             counts.append(total)
-        return HistogramSnapshot(_SECONDS, tuple(counts), self._count, self._sum)
+        return HistogramSnapshot(self._bounds, tuple(counts), self._count, self._sum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,7 @@ class Stats:
         request_success: ended requests by finish reason.
         time_to_first_token_seconds, inter_token_latency_seconds, e2e_request_latency_seconds,
             request_queue_time_seconds, step_seconds: distributions.
+        request_tokens: how many tokens, prompt and output, the requests that have ended had.
         step_age_seconds: since the last step began or ended.
     """
 
@@ -122,6 +130,7 @@ class Stats:
     e2e_request_latency_seconds: HistogramSnapshot
     request_queue_time_seconds: HistogramSnapshot
     step_seconds: HistogramSnapshot
+    request_tokens: HistogramSnapshot
     step_age_seconds: float
 
 
@@ -162,22 +171,26 @@ class Health:
 class Recorder:
     """The worker's counters.
 
+    Args:
+        buckets: upper bounds of the histograms of times, in seconds.
+
     Attributes:
         last_step_at: when the last step ended, None when it was not the one before this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buckets: tuple[float, ...] = LATENCY_BUCKETS) -> None:
         self.num_steps = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.num_aborts = 0
         self.last_step_at: float | None = None
         self.finished: Counter[str] = Counter()
-        self.ttft = Histogram()
-        self.inter_token = Histogram()
-        self.e2e = Histogram()
-        self.queue = Histogram()
-        self.step = Histogram()
+        self.ttft = Histogram(buckets)
+        self.inter_token = Histogram(buckets)
+        self.e2e = Histogram(buckets)
+        self.queue = Histogram(buckets)
+        self.step = Histogram(buckets)
+        self.tokens = Histogram(_TOKEN_BUCKETS)
 
     def record_step(self, now: float, num_running: int) -> None:
         """Count a step; every running request has waited for its token from the end of the step before."""
@@ -195,6 +208,7 @@ class Recorder:
         self.generation_tokens += request.num_output_tokens
         if request.has_run:
             self.prompt_tokens += request.num_prompt_tokens
+            self.tokens.observe(request.num_prompt_tokens + request.num_output_tokens)
         metrics = end.metrics
         if metrics is not None:
             self.e2e.observe(metrics.total_s)
@@ -236,5 +250,6 @@ class Recorder:
             self.e2e.snapshot(),
             self.queue.snapshot(),
             self.step.snapshot(),
+            self.tokens.snapshot(),
             step_age_seconds,
         )

@@ -21,7 +21,8 @@ from aiocb.engine.core import EngineCore
 from aiocb.engine.session import Intent
 from aiocb.engine.slot import End
 from aiocb.errors import EngineError, QueueFull, RequestError, RequestTimeout
-from aiocb.outputs import Chunk, Completion, RequestMetrics, Usage
+from aiocb.outputs import Chunk, Completion, RequestMetrics, Usage, joined_calls
+from aiocb.text.output import merge_answers
 
 if TYPE_CHECKING:
     from aiocb.engine.core import Command
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from aiocb.engine.slot import Lane, Slot
 
 __all__ = ["Stream"]
+
+_NO_END = (None, None, None)
 
 
 class Stream:
@@ -155,7 +158,7 @@ class Stream:
         """The first ready lane's unread output as one chunk, or its error."""
         lane = slot.ready.popleft()
         lane.is_ready = False
-        token_ids, texts, end = lane.token_ids, lane.texts, lane.end
+        token_ids, texts, end, answers = lane.token_ids, lane.texts, lane.end, lane.answers
         if token_ids:
             lane.token_ids = ()
             slot.num_read += len(token_ids)
@@ -163,10 +166,10 @@ class Stream:
                 self._put((EngineCore.resume, slot))
         if texts:
             lane.texts = []
-        elif not token_ids and end is None:
+        elif not token_ids and end is None and not answers:
             return None
         if end is not None and end.error is not None:
-            if not token_ids and not texts:
+            if not token_ids and not texts and not answers:
                 # One error ends the whole stream: what its other samples do is of no use to anyone.
                 self.close()
                 raise end.error
@@ -181,10 +184,13 @@ class Stream:
         text = texts[0] if len(texts) == 1 else "".join(texts)
         if type(token_ids) is not tuple:
             token_ids = tuple(token_ids)
-        if end is None:
+        if end is None and not answers:
             return Chunk(slot.request_id, lane.index, text, token_ids, logprobs)
-        reason, stop_reason, usage, *_ = end
-        return Chunk(slot.request_id, lane.index, text, token_ids, logprobs, reason, stop_reason, usage)
+        reason, stop_reason, usage, *_ = end or _NO_END
+        lane.answers = []
+        return Chunk(
+            slot.request_id, lane.index, text, token_ids, logprobs, reason, stop_reason, usage, *merge_answers(answers)
+        )
 
     # ── leaving ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -314,6 +320,8 @@ class Stream:
             prompt_token_ids,
             end.metrics or RequestMetrics(None, None, 0.0),
             end.prompt_logprobs,
+            reasoning_content="".join([chunk.reasoning_content for chunk in chunks]),
+            tool_calls=joined_calls(chain.from_iterable([chunk.tool_calls for chunk in chunks])),
         )
 
     def _failed(self, error: RequestError) -> Completion:

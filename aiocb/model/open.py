@@ -1,13 +1,14 @@
 """Opening a model: native kernels where they can run it, else module by module. Worker thread only.
 
-by name ─► files here? ─► snapshot? ──► native runner            (the second start of a file or folder on a CPU)
-           └──────────────┴──► module ─► native runner, which leaves a snapshot for the next start
-a module ──────────────────────┴───────► or eager runner
+by name ─► located ─► files here? ─► snapshot? ──► native runner           (the second start of a model on a CPU)
+                      └──────────────┴──► module ─► native runner, which leaves a snapshot for the next start
+a module ─────────────────────────────────┴───────► or eager runner
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aiocb.config import Choice
@@ -38,12 +39,23 @@ def open_model(request: ModelRequest) -> Opened:
 
 
 def _open_here(request: ModelRequest) -> Opened:
-    from aiocb.model.native import build as native
-
     if request.quantization not in (None, "int8"):
         raise ConfigError(
             f"quantization={request.quantization!r} is unknown: 'int8', or None for the weights as they are"
         )
+    origin: tuple[Choice, ...] = ()
+    if request.model is None:
+        request.report("import", 0.0)
+        located = hub.locate(request.name, request.dtype, request.device, request.options, request.report)
+        request = replace(request, name=located.name, options=located.options)
+        origin = located.choices
+    opened = _open_located(request)
+    return opened._replace(choices=(*origin, *opened.choices))
+
+
+def _open_located(request: ModelRequest) -> Opened:
+    from aiocb.model.native import build as native
+
     kept = _kept(request)
     if kept is not None:
         _refuse_accelerated(request, "cpu")

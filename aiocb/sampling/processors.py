@@ -6,7 +6,8 @@ tokens only. The token list of an open request only ever grows, so the state nev
 `process` works on all rows of a step at once: what the rows want is joined into flat indices of the logits (sparse:
 only the tokens that a request has seen are read and written, where a dense mask would cost V per row), and one
 gather, one arithmetic operation and one scatter serve every row. All arithmetic is element by element, so that a row
-does not depend on its batch. Order of the stages: as `SamplingParams` documents it.
+does not depend on its batch. Order of the stages: as `SamplingParams` documents it;
+structures come last, so that nothing can allow again what they forbid.
 
 Legend: N rows, V vocabulary, L tokens of a request, U flat indices of one stage.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from aiocb.errors import RequestFailed, explain
+from aiocb.sampling.grammar import Matcher, apply_masks
 from aiocb.sampling.history import BannedSequences, NGrams, TokenCounts
 from aiocb.sampling_params import SamplingParams
 
@@ -94,6 +96,8 @@ class RequestState:
         allowed_ids: or None.
         end_ids: what may not come before `min_new_tokens`, empty without them.
         processors: the request's own.
+        matcher: of the structure that the output has to have, or None.
+        can_jump: tokens that the structure forces are the ones that would be sampled.
         token_list: the history for processors, only kept up when there are any.
     """
 
@@ -115,9 +119,22 @@ class RequestState:
         self.bias = (_ids(bias), np.fromiter(bias.values(), np.float64, len(bias))) if bias else None
         self.allowed_ids = None if sampling.allowed_token_ids is None else _ids(sampling.allowed_token_ids)
         self.end_ids = _ids((*eos, *(sampling.stop_token_ids or ())) if sampling.min_new_tokens else ())
+        self.matcher: Matcher | None = None
+        if sampling.grammar is not None:
+            grammar: Any = sampling.grammar  # resolved: compiled
+            self.matcher = grammar.matcher(eos)
+        # What else may forbid tokens has to be asked about each.
+        bans = bool(self.ngrams or self.bad_words or self.allowed_ids is not None or len(self.end_ids))
+        if self.bias is not None and self.bias[1].min() == -np.inf:
+            bans = True
+        self.can_jump = self.matcher is not None and not bans and not self.processors
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Take in the request's tokens; costs only what is new since the last call."""
+        """Take in the request's tokens; costs only what is new since the last call.
+
+        Raises:
+            RequestFailed: its structure does not allow them.
+        """
         start = self._num_taken
         new = tokens[start:]
         self._num_taken = len(tokens)
@@ -129,6 +146,8 @@ class RequestState:
             self.ngrams.extend(new)
         if self.processors:
             self.token_list.extend(new)
+        if self.matcher is not None:
+            self.matcher.extend(tokens[self._num_prompt_tokens + self.matcher.num_taken :])
 
     def banned_late(self, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
         """Tokens banned at this position only: ends of bad words, stop tokens before `min_new_tokens`."""
@@ -172,6 +191,10 @@ class StaticStage:
         self.presence = _bounded([sampling.presence_penalty for _, _, sampling in produced], -_BOUND)
         self.ngrams = [(row, state.ngrams) for row, state in present if state.ngrams is not None]
         self.processing = [(row, state) for row, state in present if state.processors]
+        structured = [(row, state, state.matcher) for row, state in present if state.matcher is not None]
+        self.structured_rows = [row for row, _, _ in structured]
+        self.structured_states = [state for _, state, _ in structured]
+        self.matchers = [matcher for _, _, matcher in structured]
         self.late = [
             (row, state) for row, state in present if state.bad_words is not None or state.sampling.min_new_tokens
         ]
@@ -195,12 +218,16 @@ def process(logits: Tensor, stage: StaticStage, histories: Sequence[Sequence[int
         histories: for each row the tokens of its request.
 
     Returns:
-        By row, the failure of that row's own processor; such a row then holds zeros.
+        By row, the failure of that row's own processor or structure; such a row then holds zeros.
     """
     vocab_size, device = logits.shape[1], logits.device
-    for some_state, tokens in zip(stage.states, histories, strict=True):
+    strays: dict[int, Exception] = {}
+    for row, (some_state, tokens) in enumerate(zip(stage.states, histories, strict=True)):
         if some_state is not None:
-            some_state.update(tokens)
+            try:
+                some_state.update(tokens)
+            except RequestFailed as error:
+                strays[row] = error
     flat = logits.view(-1)  # [N * V]
     if stage.seen:
         # Positive logits are divided and negative ones multiplied (CTRL, Keskar et al., 2019).
@@ -234,7 +261,11 @@ def process(logits: Tensor, stage: StaticStage, histories: Sequence[Sequence[int
     if stage.late:
         late = [(row, state.banned_late(histories[row])) for row, state in stage.late]
         flat.index_fill_(0, _joined(late, vocab_size, device), -torch.inf)
-    return failures
+    if stage.structured_rows:
+        strays |= apply_masks(logits, stage.structured_rows, stage.matchers)
+        for row in strays:
+            logits[row] = 0.0
+    return failures | strays
 
 
 def _run_processors(logits: Tensor, stage: StaticStage) -> dict[int, Exception]:

@@ -129,8 +129,13 @@ class Sampler:
         if not sampling:
             return StepResult([()] * len(entries), None, prompt_logprobs, errors or None)
 
-        chosen, logprobs = self._sample(sampled, self._batch_of(sampling), errors)
+        batch = self._batch_of(sampling)
+        chosen, logprobs = self._sample(sampled, batch, errors)
         tokens: list[tuple[int, ...]] = [(token,) for token in chosen]
+        follows = None
+        if batch.stage is not None and batch.stage.matchers:
+            self._add_drafts(logits, entries, records, tokens, logprobs)
+            follows = _follows(batch, chosen, errors)
         if errors:
             tokens = [() if one.request_id in errors else token for one, token in zip(sampling, tokens, strict=True)]
         if len(sampling) != len(entries):
@@ -139,7 +144,38 @@ class Sampler:
             if logprobs is not None:
                 found = iter(logprobs)
                 logprobs = [next(found) if entry.is_sampled else None for entry in entries]
-        return StepResult(tokens, logprobs, prompt_logprobs, errors or None)
+        return StepResult(tokens, logprobs, prompt_logprobs, errors or None, follows)
+
+    def _add_drafts(
+        self,
+        logits: Tensor,
+        entries: Sequence[StepEntry],
+        records: Sequence[Record],
+        tokens: list[tuple[int, ...]],
+        logprobs: list[tuple[TokenLogprobs, ...] | None] | None,
+    ) -> None:
+        """Put the tokens that had to come, and what is known of them, before those that were sampled behind them."""
+        start = at = 0
+        for entry, record in zip(entries, records, strict=True):
+            count = record.num_drafts
+            if entry.is_sampled:
+                if count:
+                    drafts = tuple(record.tokens[-count:])
+                    tokens[at] = (*drafts, *tokens[at])
+                    found = None if logprobs is None else logprobs[at]
+                    if found is not None and logprobs is not None:
+                        logprobs[at] = (*self._draft_logprobs(logits[start : start + count], record, drafts), *found)
+                at += 1
+            start += entry.num_logits
+
+    def _draft_logprobs(self, logits: Tensor, record: Record, drafts: tuple[int, ...]) -> list[TokenLogprobs]:
+        """Of tokens that had to come; logits: of the positions before them, [D, V]."""
+        num_top = record.sampling.logprobs or 0
+        if record.sampling.logprobs_mode == "processed":  # all else is forbidden
+            return [TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if num_top else ()) for token in drafts]
+        return self.raw_logprobs(
+            logits, torch.arange(len(drafts), device=logits.device), drafts, [num_top] * len(drafts)
+        )
 
     def _batch_of(self, records: list[Record]) -> _Batch:
         """What is constant for these requests, kept from the last step where they are the same."""
@@ -232,6 +268,29 @@ class Sampler:
         return result
 
 
+def _follows(
+    batch: _Batch, chosen: Sequence[int], errors: dict[int, Exception]
+) -> dict[int, tuple[int, ...] | None] | None:
+    """Bring the structures up to date with what was chosen; see `StepResult.follows`."""
+    assert batch.stage is not None
+    follows: dict[int, tuple[int, ...] | None] = {}
+    for row, state, matcher in zip(batch.stage.structured_rows, batch.stage.structured_states, batch.stage.matchers):
+        record = batch.records[row]
+        if record.request_id in errors:
+            continue
+        try:
+            matcher.extend((chosen[row],))
+        except RequestFailed as error:
+            errors[record.request_id] = error
+            continue
+        if matcher.is_complete:
+            follows[record.request_id] = None
+        record.follows = matcher.forced() if state.can_jump and not matcher.is_complete else ()
+        if record.follows:
+            follows[record.request_id] = record.follows
+    return follows or None
+
+
 def _split_rows(
     entries: Sequence[StepEntry], records: Sequence[Record], num_rows: int
 ) -> tuple[list[int], list[tuple[Record, int, list[int]]]]:
@@ -266,5 +325,5 @@ def failure_of(code: int) -> RequestFailed:
         return RequestFailed("the model's logits hold NaN")
     return RequestFailed(
         "every token is banned: no id is left by allowed_token_ids, bad words, biases, min_new_tokens, n-gram "
-        "blocking and logits processors together"
+        "blocking, logits processors and the output's structure together"
     )

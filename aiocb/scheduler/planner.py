@@ -37,7 +37,7 @@ class Planner:
     Args:
         roster: where the requests are.
         admission: who may start.
-        max_batch_tokens, max_prefill_chunk, scheduler_type, drafter: as for the `Scheduler`.
+        max_batch_tokens, max_prefill_chunk, scheduler_type, drafter, jumps: as for the `Scheduler`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Planner:
         max_prefill_chunk: int,
         scheduler_type: SchedulerType,
         drafter: Drafter | None,
+        jumps: bool,
     ) -> None:
         self.cache = roster.cache
         self.max_batch_tokens = max_batch_tokens
@@ -58,6 +59,8 @@ class Planner:
         self._admission = admission
         self._flights = roster.flights
         self._drafter = drafter if self.cache.states is None else None
+        self._jumps = jumps and self.cache.states is None
+        self._expects = False
         switch = self.cache.layout.switch
         self._restart_length = switch.length if switch is not None and switch.is_recomputed else None
 
@@ -115,7 +118,8 @@ class Planner:
         # A copy: preemption changes the original.
         candidates = list(decoding.values())
         has_excess = len(candidates) > limit
-        is_special = bool(self._flights) or self._drafter is not None
+        is_special = bool(self._flights) or self._drafter is not None or self._expects
+        self._expects = False
         spare = limit - len(candidates)  # tokens that nobody needs for his next one
         new, entry_type = _new, StepEntry
         # A snapshot of each full block, for whoever goes on with this conversation.
@@ -151,6 +155,12 @@ class Planner:
         else:
             draft.budget -= len(entries) - start
 
+    def expect(self, request: Request, follows: tuple[int, ...]) -> None:
+        """Let the next step compute tokens that have to come next, with the one before them."""
+        if self._jumps:
+            request.follows, request.follows_from = follows, len(request.tokens)
+            self._expects = True
+
     def _can_run_ahead(self, request: Request) -> bool:
         """True when the next step can compute a token that the plan in flight is still going to sample."""
         # Not behind drafts, whose number of accepted tokens is unknown, and not behind what is the last token anyway.
@@ -165,16 +175,25 @@ class Planner:
         most = min(request.max_tokens - num_tokens - 1, spare)
         if self._restart_length is not None and not request.cache_kind:
             most = min(most, self._restart_length - num_tokens)
-        if self._drafter is None or position != num_tokens - 1 or most < 1:
+        if position != num_tokens - 1 or most < 1:
             return 0
-        drafts = tuple(self._drafter(request))[:most]
+        num_logits = 0
+        if request.follows_from == num_tokens:
+            drafts = request.follows[:most]
+            num_logits = 1 if request.sampling.logprobs is None else 1 + len(drafts)
+        elif self._drafter is not None:
+            drafts = tuple(self._drafter(request))[:most]
+        else:
+            return 0
         count = 1 + len(drafts)
         if not drafts or not self.cache.allocate(request, position + count):
             return 0
         request.num_scheduled_tokens = position + count
         draft.requests.append(request)
         block_start, blocks = self.cache.new_blocks(request)
-        draft.entries.append(StepEntry(request.id, position, count, count, True, (), block_start, blocks, drafts))
+        draft.entries.append(
+            StepEntry(request.id, position, count, num_logits or count, True, (), block_start, blocks, drafts)
+        )
         return len(drafts)
 
     def _schedule_prompts(self, draft: Draft, now: float | None) -> None:

@@ -84,6 +84,7 @@ class Request(CachedSequence):
         num_cached_tokens: tokens that were not computed thanks to the prefix cache (or to a fork) when it first ran.
         num_prompt_logprobs: prompt positions whose log-probabilities have been delivered.
         parked_on, followers, pending_start: of `PendingPrefixes`; a follower waits for so many computed tokens.
+        follows, follows_from: tokens that have to come next, behind so many.
         has_starved: a step of a single token of it has run out of memory.
     """
 
@@ -116,6 +117,8 @@ class Request(CachedSequence):
     parked_on: Request | None = field(default=None, init=False)
     followers: dict[Request, int] = field(default_factory=dict, init=False)
     pending_start: int = field(default=-1, init=False)
+    follows: tuple[int, ...] = field(default=(), init=False)
+    follows_from: int = field(default=-1, init=False)
     has_starved: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

@@ -53,6 +53,8 @@ class Scheduler:
         safety_margin: while less than this share of the blocks is free, nothing is admitted unless nothing runs.
         drafter: makes the drafts of decoding requests; None makes none. Models with states get none: a state cannot be
             taken back when a draft was wrong.
+        jumps: tokens that a request's structure forces are computed together with the one before them; not in models
+            with states, either.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Scheduler:
         scheduler_type: SchedulerType = "fifo",
         safety_margin: float = 0.0,
         drafter: Drafter | None = None,
+        jumps: bool = True,
     ) -> None:
         if max_batch_tokens < 1 or max_requests_per_batch < 1:
             raise ValueError("a step needs room for one token and one request")
@@ -87,6 +90,7 @@ class Scheduler:
             max_prefill_chunk=self.max_prefill_chunk,
             scheduler_type=scheduler_type,
             drafter=drafter,
+            jumps=jumps,
         )
 
     # What the engine asks
@@ -266,7 +270,7 @@ class Scheduler:
         cache, prefilling = self.cache, self._roster.prefilling
         page_size = cache.page_size
         running, new, update_type = _RUNNING, _new, Update
-        errors, prompt_logprobs = result.errors, result.prompt_logprobs
+        errors, prompt_logprobs, follows = result.errors, result.prompt_logprobs, result.follows
         all_logprobs = repeat(None) if result.logprobs is None else result.logprobs
         for request, entry, token_ids, logprobs in zip(requests, plan.entries, result.token_ids, all_logprobs):
             # Paused while its step ran: the result counts, if its blocks have not been taken since.
@@ -317,6 +321,8 @@ class Scheduler:
                     finished = self._stop(request, token)
                 elif num_tokens >= request.max_tokens:
                     finished = self.finish(request, "length")
+            if follows and request_id in follows:
+                finished = self._follow(request, follows[request_id], finished)
             append(new(update_type, (request, token_ids, logprobs, prompt, finished)))
         if snapshots:
             self._flights.drop(snapshots)
@@ -353,6 +359,18 @@ class Scheduler:
                 finished = self._stop(request, token) if is_end else self.finish(request, "length")
                 return finished, kept
         return None, count
+
+    def _follow(self, request: Request, follows: tuple[int, ...] | None, finished: Finished | None) -> Finished | None:
+        """Note what a request's structure says after its last token; one that is complete has ended."""
+        if follows is None:
+            # What came last may also have been the last that fits: it is whole all the same.
+            if finished is not None and finished.reason == "length":
+                request.finish_reason = "stop"
+                return Finished(request, "stop", None, None)
+            return finished or self.finish(request, "stop")
+        if finished is None:
+            self._planner.expect(request, follows)
+        return finished
 
     def _stop(self, request: Request, token: int) -> Finished | None:
         return self.finish(request, "stop", stop_reason=None if token in request.eos_ids else token)

@@ -12,18 +12,20 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from aiocb.serve.chat import Chat
 from aiocb.serve.completions import Completions
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
 from aiocb.serve.generation import Resume
-from aiocb.serve.looking import Health, Models, Stats
+from aiocb.serve.looking import Health, Models, Scrape, Stats
 from aiocb.serve.middleware import Guard, Observer
+from aiocb.serve.responses import Responses, ResponsesRequest
 from aiocb.serve.service import LoadProgress, Service
 from aiocb.serve.sse import Heartbeats
 from aiocb.serve.tokens import Detokenize, Tokenize
+from aiocb.serve.websocket import ChatSocket
 from aiocb.serve.wire import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["create_app"]
 
-_OPEN_PATHS = ("/health", "/")
+_OPEN_PATHS = ("/health", "/", "/v1/ws/chat")
+"""What needs no key in a header; the socket asks for one itself."""
 
 
 def create_app(engine: Engine, config: ServeConfig | None = None, progress: LoadProgress | None = None) -> Starlette:
@@ -53,23 +56,30 @@ def create_app(engine: Engine, config: ServeConfig | None = None, progress: Load
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.spawn(service.run())
         service.spawn(heartbeats.run())
+        service.spawn(service.lag.run())
         try:
             yield
         finally:
             await service.end()
 
-    routes = [
-        Route("/v1/chat/completions", Chat(service, heartbeats, ChatRequest), methods=["POST"]),
+    chat = Chat(service, heartbeats, ChatRequest)
+    routes: list[Route | WebSocketRoute] = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        WebSocketRoute("/v1/ws/chat", ChatSocket(service, chat)),
         Route("/v1/completions", Completions(service, heartbeats, CompletionRequest), methods=["POST"]),
+        Route("/v1/responses", Responses(service, heartbeats, ResponsesRequest), methods=["POST"]),
         Route("/v1/streams/{id}", Resume(service, heartbeats), methods=["GET"]),
         Route("/v1/models", Models(service), methods=["GET"]),
         Route("/v1/models/{name:path}", Models(service), methods=["GET"]),
         Route("/tokenize", Tokenize(service), methods=["POST"]),
         Route("/detokenize", Detokenize(service), methods=["POST"]),
         Route("/health", Health(service), methods=["GET"]),
+        Route("/metrics", Scrape(service), methods=["GET"]),
         Route("/stats", Stats(service), methods=["GET"]),
     ]
-    middleware = [Middleware(Observer, config=config), Middleware(Guard, config=config, open_paths=_OPEN_PATHS)]
+    paths = [route.path for route in routes]
+    observer = Middleware(Observer, config=config, metrics=service.metrics, paths=paths)
+    middleware = [observer, Middleware(Guard, config=config, open_paths=_OPEN_PATHS)]
     if config.cors_origin:
         # Outermost: refusals carry its headers too, and a preflight has no key.
         cors = Middleware(

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeVar
 
 import anyio.to_thread
 from pydantic import BaseModel, ValidationError
 
+from aiocb.checks import is_deep_json
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
 
-__all__ = ["ClientGone", "Receive", "Scope", "Send", "parse", "read_body"]
+__all__ = ["ClientGone", "Receive", "Scope", "Send", "check", "parse", "read_body"]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -29,7 +29,6 @@ _SMALL = 32 << 10
 """Bodies up to this size are parsed on the loop: a thread would cost more."""
 _BRANCHES = frozenset({"bool", "dict", "float", "int", "list", "none", "str"})
 """What pydantic calls the alternatives of a field."""
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]', re.DOTALL)
 
 
 class ClientGone(Exception):
@@ -83,30 +82,27 @@ async def parse(body: bytes, model: type[Model], config: ServeConfig) -> Model:
 
 
 def _parse(body: bytes, model: type[Model], max_depth: int) -> Model:
-    _check_depth(body, max_depth)
+    if is_deep_json(body, max_depth):
+        raise ApiError(400, f"the body is nested deeper than {max_depth} levels; make it flatter", code="too_deep")
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return check(value, model)
+
+
+def check(value: dict[str, Any], model: type[Model]) -> Model:
+    """Check what was parsed.
+
+    Raises:
+        ApiError: 400, with the field's place as `param`.
+    """
     try:
         return model.model_validate(value)
     except ValidationError as error:
         raise _refusal(error) from None
-
-
-def _check_depth(body: bytes, most: int) -> None:
-    """Count brackets outside of texts; whether they match is the parser's business."""
-    depth = 0
-    for found in _BRACKETS.finditer(body):
-        mark = found[0]
-        if mark in b"[{":
-            depth += 1
-            if depth > most:
-                raise ApiError(400, f"the body is nested deeper than {most} levels; make it flatter", code="too_deep")
-        elif mark in b"]}":
-            depth -= 1
 
 
 def _refuse_constant(name: str) -> Any:

@@ -38,7 +38,6 @@ class ServeConfig:
         max_n, max_logprobs: the most choices, and log-probabilities of a token, that a request may ask for.
         access_log: one line of JSON per request on the logger `aiocb.serve.access`.
         metrics_prefix: before the names at `/metrics`; `vllm:` serves dashboards made for that server.
-        metrics_buckets: upper bounds of the histograms, in seconds; empty takes those of the engine.
         root_path: the path under which a proxy shows the server.
         enable_page: show the chat page at `/`.
     """
@@ -64,7 +63,6 @@ class ServeConfig:
     max_logprobs: int = 20
     access_log: bool = True
     metrics_prefix: str = "aiocb:"
-    metrics_buckets: tuple[float, ...] = ()
     root_path: str = ""
     enable_page: bool = True
 
@@ -79,9 +77,8 @@ class ServeConfig:
                 if isinstance(field.default, int):
                     is_good, wanted = is_good and isinstance(value, int), "a whole number that is not negative"
             elif isinstance(field.default, tuple):
-                kind = (int, float) if field.name == "metrics_buckets" else str
-                is_good = isinstance(value, tuple) and all(isinstance(each, kind) and each for each in value)
-                wanted = "a tuple of numbers" if field.name == "metrics_buckets" else "a tuple of texts, none empty"
+                is_good = isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
+                wanted = "a tuple of texts, none empty"
             else:
                 is_good, wanted = isinstance(value, str), "a text"
             if not is_good:

@@ -27,6 +27,7 @@ from aiocb.serve.respond import Endpoint, send_json
 from aiocb.serve.resume import Replay
 from aiocb.serve.service import Call, Service
 from aiocb.serve.sse import EventStream, Heartbeats
+from aiocb.serve.tracing import caller_span
 from aiocb.serve.wire import GenerationRequest
 
 if TYPE_CHECKING:
@@ -77,11 +78,18 @@ class Asked:
         prompts: one stream of the engine for each.
         options: keywords of `Engine.stream`; `n` among them.
         answer: who writes.
+        left_out: kinds of tools that there are not here; a header of the response names them.
     """
 
     prompts: Sequence[Any]
     options: dict[str, Any]
     answer: Answer
+    left_out: Sequence[str] = ()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the response."""
+        return {"x-ignored-tools": ", ".join(sorted(set(self.left_out)))} if self.left_out else {}
 
 
 class Generation(Endpoint, Generic[Request]):
@@ -108,12 +116,16 @@ class Generation(Endpoint, Generic[Request]):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
+        with caller_span(scope):
+            await self._handle(scope, receive, send)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, config = self.service, self.service.config
         service.check_open()
         request = await parse(await read_body(scope, receive, config), self._model, config)
         name = service.name_of(request.model)
         asked = self.ask(request, uuid.uuid4().hex, name)
-        options = self._bounded(request, asked)
+        options = self.bounded(request, asked)
         if not request.stream:
             options["stream_interval"] = None  # one delivery: nobody reads deltas
         streams = [service.engine.stream(prompt, on_full="refuse", **options) for prompt in asked.prompts]
@@ -142,7 +154,7 @@ class Generation(Endpoint, Generic[Request]):
             if not is_handed_over:
                 service.remove(call)
 
-    def _bounded(self, request: Request, asked: Asked) -> dict[str, Any]:
+    def bounded(self, request: Request, asked: Asked) -> dict[str, Any]:
         """The options within the server's bounds.
 
         Raises:
@@ -178,11 +190,11 @@ class Generation(Endpoint, Generic[Request]):
             raise ClientGone
         if call.error is not None:
             raise call.error
-        await send_json(send, asked.answer.whole(completions))
+        await send_json(send, asked.answer.whole(completions), headers=asked.headers)
 
     async def _stream(self, call: Call, asked: Asked, send: Send) -> None:
         output = EventStream(send, self._heartbeats)
-        await output.start()
+        await output.start([(name.encode(), value.encode()) for name, value in asked.headers.items()])
         try:
             last = await _pump(call, asked, output.write)
         finally:

@@ -7,10 +7,10 @@ from typing import Any
 from aiocb.errors import explain
 from aiocb.serve.body import Receive, Scope, Send
 from aiocb.serve.errors import ApiError
-from aiocb.serve.respond import Endpoint, send_json
+from aiocb.serve.respond import Endpoint, send_bytes, send_json
 from aiocb.serve.service import Service
 
-__all__ = ["Health", "Models", "Stats"]
+__all__ = ["Health", "Models", "Scrape", "Stats"]
 
 
 class Models(Endpoint):
@@ -70,6 +70,19 @@ class Health(Endpoint):
         if service.is_loading:
             body["loading"] = {"stage": service.progress.stage, "fraction": service.progress.fraction}
         await send_json(send, body, 200 if status == "ok" else 503, {"cache-control": "no-store"})
+
+
+class Scrape(Endpoint):
+    """The counters for Prometheus."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """In the format that `Accept` asks for."""
+        accept = dict(scope["headers"]).get(b"accept", b"").decode("latin-1")
+        body, content_type = self._service.metrics.render(accept)
+        await send_bytes(send, 200, body, content_type.encode(), {"cache-control": "no-store"})
 
 
 class Stats(Endpoint):

@@ -14,6 +14,7 @@ from typing import Any
 from aiocb.serve.body import Receive, Scope, Send
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
+from aiocb.serve.metrics import Metrics
 from aiocb.serve.respond import send_error
 
 __all__ = ["Guard", "Observer"]
@@ -23,6 +24,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 access = logging.getLogger("aiocb.serve.access")
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+_CLIENT_GONE = 499
+"""For requests whose client left before anything was sent; nginx has this number, no standard does."""
 _OPEN_PREFIXES = ("/static/",)
 
 
@@ -30,11 +33,18 @@ class Observer:
     """Gives every response its request's id, and writes the access log.
 
     The id is the client's where it has sent one that is short and plain; it names nothing inside.
+
+    Args:
+        metrics: where requests are counted.
+        paths: of the routes.
     """
 
-    def __init__(self, app: App, config: ServeConfig) -> None:
+    def __init__(self, app: App, config: ServeConfig, metrics: Metrics, paths: Sequence[str]) -> None:
         self._app = app
         self._config = config
+        self._metrics = metrics
+        # By what comes before a name in the path: labels must not grow with what clients send.
+        self._routes = {path.partition("{")[0]: path for path in paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -56,17 +66,22 @@ class Observer:
         try:
             await self._app(scope, receive, noting)
         finally:
+            self._metrics.count_request(self._route_of(scope["path"]), status or _CLIENT_GONE)
             if self._config.access_log and access.isEnabledFor(logging.INFO):
                 client = scope.get("client")
                 line = {
                     "method": scope["method"],
                     "path": scope["path"][:200],
-                    "status": status or 499,  # nothing was sent: the client has left
+                    "status": status or _CLIENT_GONE,
                     "seconds": round(time.perf_counter() - started, 4),
                     "request_id": request_id.decode(),
                     "client": client[0] if client else None,
                 }
                 access.info("%s", json.dumps(line))
+
+    def _route_of(self, path: str) -> str:
+        route = self._routes.get(path) or self._routes.get(path[: path.rfind("/") + 1])
+        return route or "other"
 
 
 class Guard:

@@ -11,7 +11,7 @@ from aiocb.errors import AiocbError
 from aiocb.serve.body import ClientGone, Receive, Scope, Send
 from aiocb.serve.errors import ApiError, error_of
 
-__all__ = ["Endpoint", "send_error", "send_json"]
+__all__ = ["Endpoint", "send_bytes", "send_error", "send_json"]
 
 log = logging.getLogger("aiocb.serve")
 

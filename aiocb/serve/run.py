@@ -131,7 +131,10 @@ def serve(engine: Engine, config: ServeConfig, progress: LoadProgress) -> BaseEx
         host=config.host,
         port=config.port,
         http=Protocol,
-        ws="websockets",
+        ws="websockets-sansio",
+        ws_max_size=config.max_body_size,
+        ws_ping_interval=20.0,
+        ws_ping_timeout=120.0,  # above the longest step: a busy process answers late, and is alive
         log_config=None,
         access_log=False,
         server_header=False,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.serve.config import ServeConfig
 from aiocb.serve.errors import ApiError
+from aiocb.serve.metrics import LagMeter, Metrics
 from aiocb.serve.resume import Replays
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class Call:
         self.is_gone = True
         self._close()
 
+    def finish(self) -> None:
+        """End it, and deliver what is there."""
+        for stream in self.streams:
+            stream.finish()
+
     def abort(self, error: ApiError) -> None:
         """End it with an error of the server's."""
         if self.error is None:
@@ -80,10 +86,11 @@ class Service:
         names: of the model on the wire; the first is shown.
         created: when it was started, in seconds of the epoch.
         progress: how far the loading is.
-        is_loading: it has not ended yet.
+        loaded: set when it has ended, well or not.
         failure: why the engine could not be started.
         is_draining: nothing new is accepted.
         replays: streams that can be resumed.
+        metrics, lag: what `/metrics` shows.
     """
 
     def __init__(self, engine: Engine, config: ServeConfig, progress: LoadProgress) -> None:
@@ -92,14 +99,21 @@ class Service:
         self.names = config.served_model_name or (engine.name,)
         self.created = int(time.time())
         self.progress = progress
-        self.is_loading = True
+        self.loaded = asyncio.Event()
         self.failure: BaseException | None = None
         self.is_draining = False
+        self.lag = LagMeter()
+        self.metrics = Metrics(engine, self.names[0], config.metrics_prefix, self.lag)
         self.replays = Replays(config.max_resumable)
         self._calls: set[Call] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle: asyncio.Future[None] | None = None
         self._on_failure: Callable[[], object] = lambda: None
+
+    @property
+    def is_loading(self) -> bool:
+        """The model is not there yet."""
+        return not self.loaded.is_set()
 
     # ── names and readiness ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,11 +167,11 @@ class Service:
         """Keep the engine running until this is cancelled; a failure to start it is kept in `failure`."""
         try:
             async with self.engine:
-                self.is_loading = False
+                self.loaded.set()
                 await asyncio.Event().wait()
         except Exception as error:
             self.failure = error
-            self.is_loading = False
+            self.loaded.set()
             log.error("the engine could not be started: %s", error)
             self._on_failure()
 

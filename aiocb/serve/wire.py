@@ -113,6 +113,10 @@ class GenerationRequest(Wire):
     timeout: Number | None = None
     queue_timeout: Number | None = None
     cache_salt: StrictStr | None = None
+    json_schema: dict[str, Any] | None = None
+    regex: StrictStr | None = None
+    choice: list[StrictStr] | None = None
+    grammar: StrictStr | None = None
     resume: StrictBool = False
 
     def limit(self) -> int | None:
@@ -125,6 +129,7 @@ class GenerationRequest(Wire):
             "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
             "frequency_penalty", "no_repeat_ngram_size", "seed", "stop", "stop_token_ids", "bad_words",
             "allowed_token_ids", "truncate_prompt_tokens", "min_tokens", "timeout", "queue_timeout", "cache_salt",
+            "json_schema", "regex", "choice", "grammar",
         )  # fmt: skip
         options = {name: value for name in names if (value := getattr(self, name)) is not None}
         for name in ("n", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "priority"):

@@ -78,6 +78,7 @@ class KVOracle:
         interrupt: called with `"collect"` or `"reload_weights"` before that happens; may raise. When any of the two
             raises `StepOutOfMemory`, what the step was to write is spoilt first.
         salt_of: tells the cache salt of an open request.
+        foretell: tells tokens that are going to follow those of an open request, or none; results name them.
 
     Attributes:
         num_steps, num_tokens: executed so far, by plans with entries.
@@ -100,6 +101,7 @@ class KVOracle:
         errors: Callable[[StepPlan], Mapping[int, Exception] | None] | None = None,
         interrupt: Callable[[str], None] = lambda _what: None,
         salt_of: Callable[[int], object] = lambda _request_id: None,
+        foretell: Callable[[Record], tuple[int, ...]] | None = None,
     ) -> None:
         self.cache_layout = layout or simple_layout()
         self.vocab_size = vocab_size
@@ -108,6 +110,7 @@ class KVOracle:
         self._errors = errors
         self._interrupt = interrupt
         self._salt_of = salt_of
+        self.foretell = foretell
         self._version = 0
         self._memory = OracleMemory(self.cache_layout)
         self._records = CheckedRecords(len(self.cache_layout.groups))  # each `state` is a `_Seen`
@@ -226,6 +229,12 @@ class KVOracle:
         self._records.finish(records, result)
         for record, token_ids in zip(records, result.token_ids, strict=True):
             del record.state.ahead[: len(token_ids)]
+        if self.foretell is not None:
+            for record in records:
+                record.follows = () if record.state.is_failed else self.foretell(record)
+            result = result._replace(
+                follows={each.request_id: each.follows for each in records if each.follows} or None
+            )
         return result
 
     def _check_plan(self, plan: StepPlan, records: Sequence[Record]) -> None:
@@ -250,7 +259,10 @@ class KVOracle:
                 raise KVMismatch(f"{who} computes up to {end} of {num_tokens} tokens")
             if entry.is_sampled != (end == num_tokens):
                 raise KVMismatch(f"{who} is sampled in the middle of its tokens, or not at the end")
-            if not (entry.is_sampled + len(entry.draft_token_ids)) <= entry.num_logits <= entry.num_new_tokens:
+            drafts = entry.draft_token_ids
+            # What it has foretold needs no logits: it is not asked again.
+            to_check = 0 if record.follows[: len(drafts)] == drafts else len(drafts)
+            if not entry.is_sampled + to_check <= entry.num_logits <= entry.num_new_tokens:
                 raise KVMismatch(f"{who} has {entry.num_logits} logit rows")
 
     def _run(self, flight: Flight) -> StepResult:

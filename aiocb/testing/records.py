@@ -23,7 +23,7 @@ class CheckedRecords(Records):
 
     __slots__ = ("_ended", "_last_id", "_thread")
 
-    takes_drafts = True
+    verifies_drafts = True
 
     def __init__(self, num_groups: int = 0) -> None:
         super().__init__(num_groups)

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from aiocb.errors import InvalidRequest, explain, show_value
+from aiocb.text.answer.dialect import Dialect, find_dialect
+from aiocb.text.answer.formats import FORMATS
+from aiocb.text.history import HistoryForm, find_history_form, merge_messages, shape_history
 from aiocb.text.prompts import texts_of
+from aiocb.text.tools import describe_tools
 
-__all__ = ["ChatTemplate", "SpecialTexts"]
+__all__ = ["ChatTemplate", "Rendered", "SpecialTexts"]
 
 _BREAKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Noncharacters, which Unicode keeps for a program's own use; one of them breaks special tokens apart."""
@@ -35,6 +39,23 @@ _PROBE = "Xq7"
 _PROBE_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _PRINTED_PART = re.compile(rf"""['"]text['"]:\s*['"]{_PROBE}""")
 _MAX_KNOWN_TEMPLATES = 8
+
+
+class Rendered(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+        parts: the text. More than one where it spells special tokens that have to stay text: each is cut in two, so
+            that no part holds one that is not the template's own.
+        dialect: how the model writes its answer.
+        is_thinking: a block of reasoning is open where the answer begins.
+        is_thought_over: one has been closed there.
+    """
+
+    parts: list[str]
+    dialect: Dialect
+    is_thinking: bool
+    is_thought_over: bool
 
 
 class SpecialTexts:
@@ -113,6 +134,14 @@ class _Wants(NamedTuple):
     parts: bool
 
 
+class _Known(NamedTuple):
+    """What has been found out about a template."""
+
+    wants: _Wants
+    renders_tools: bool
+    dialect: Dialect
+
+
 class ChatTemplate:
     """A tokenizer's chat template as an engine uses it; every refusal is an `InvalidRequest`.
 
@@ -124,7 +153,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, specials: SpecialTexts) -> None:
         self._tokenizer = tokenizer
         self._specials = specials
-        self._wants: dict[tuple[Any, bool], _Wants] = {}
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._history: dict[tuple[Any, ...], HistoryForm] = {}
 
     def render(
         self,
@@ -133,23 +163,21 @@ class ChatTemplate:
         arguments: Mapping[str, Any] | None,
         *,
         parses_specials: bool,
-    ) -> list[str]:
+        parsers: tuple[str, str] = ("auto", "auto"),
+    ) -> Rendered:
         """Render messages, ready for the assistant's answer.
 
         Args:
             messages: as `take_prompt` returns them.
-            tools: JSON schemas or documented functions, as `apply_chat_template` takes them.
+            tools: as `take_tools` returns them.
             arguments: further ones of the template; also `chat_template`, `add_generation_prompt` and
                 `continue_final_message` (which replaces the former).
             parses_specials: what messages, tools and documents spell may become special tokens.
-
-        Returns:
-            The text in parts. More than one where it spells special tokens that have to stay text: each is cut in two,
-            so that no part holds one that is not the template's own.
+            parsers: `EngineConfig.tool_parser` and `reasoning_parser`.
 
         Raises:
-            InvalidRequest: no template, a message without content, a part that the template leaves out, arguments
-                that are no template's, or the template refused.
+            InvalidRequest: no template, a message without content, a part or tools that the template leaves out,
+                arguments that are no template's, or the template refused.
         """
         given = self._arguments(arguments)
         if self._tokenizer.chat_template is None and given.get("chat_template") is None:
@@ -157,18 +185,34 @@ class ChatTemplate:
                 "this model's tokenizer has no chat template (a base model?): give the prompt as text, or a template "
                 "with chat_template_kwargs={'chat_template': ...}"
             )
-        tools = None if tools is None else list(tools) or None
-        prepared = self._prepare(messages, tools, given)
+        tools = list(tools or ()) or None
+        known = self._find_out(tools, given, parsers)
+        dialect = known.dialect
+        messages = shape_history(messages, lambda: self._history_form(given, parsers), dialect)
+        if tools is not None and not known.renders_tools:
+            messages = _with_described(messages, tools, dialect)
+            tools = None
+        prepared = self._prepare(messages, tools, given, known.wants)
         theirs = [prepared, tools, given.get("documents")]
         if parses_specials or not self._specials.are_in(theirs):
-            return [self._render(prepared, tools, given)]
-        mark = next((mark for mark in _BREAKS if not any(mark in text for text in texts_of(theirs))), None)
-        if mark is None:
-            raise InvalidRequest("the messages spell special tokens and hold every noncharacter; remove one of them")
-        prepared, tools, documents = self._specials.broken(theirs, mark)
-        if documents is not None:
-            given["documents"] = documents
-        return self._render(prepared, tools, given).split(mark)
+            parts = [self._render(prepared, tools, given)]
+        else:
+            mark = next((mark for mark in _BREAKS if not any(mark in text for text in texts_of(theirs))), None)
+            if mark is None:
+                raise InvalidRequest(
+                    "the messages spell special tokens and hold every noncharacter; remove one of them"
+                )
+            broken, tools, documents = self._specials.broken(theirs, mark)
+            if documents is not None:
+                given["documents"] = documents
+            parts = self._render(broken, tools, given).split(mark)
+        text = "".join(parts)
+        is_over = dialect.thoughts is not None and text.rstrip().endswith(dialect.thoughts.closer)
+        return Rendered(parts, dialect, _is_thinking(text, prepared, given, dialect), is_over)
+
+    def dialect(self, parsers: tuple[str, str]) -> Dialect:
+        """How the model writes answers to messages with tools, by its own template."""
+        return find_dialect(self._source([_PROBE_TOOL], {}), *parsers)
 
     def _arguments(self, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
         given = dict(arguments or {})
@@ -188,10 +232,9 @@ class ChatTemplate:
     # ── contents ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prepare(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, arguments: Mapping[str, Any]
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, arguments: Mapping[str, Any], wants: _Wants
     ) -> list[Mapping[str, Any]]:
         """The messages with contents of the form that the template wants; nothing of them is dropped."""
-        wants = self._what_it_wants(tools, arguments)
         prepared: list[Mapping[str, Any]] = []
         suspects: dict[str, None] = {}
         for number, message in enumerate(messages):
@@ -199,7 +242,7 @@ class ChatTemplate:
             if message.keys() <= _NO_CONTENT:
                 raise InvalidRequest(f"{where} has no content; give it one, an empty text if need be")
             suspects.update(dict.fromkeys(name for name in _MEDIA_FIELDS if message.get(name)))
-            if "content" not in message:
+            if message.get("content") is None:
                 prepared.append(message)
                 continue
             content, media = _content(message["content"], wants, where)
@@ -215,28 +258,91 @@ class ChatTemplate:
                     )
         return prepared
 
-    def _what_it_wants(self, tools: Any, arguments: Mapping[str, Any]) -> _Wants:
+    def _find_out(self, tools: Any, arguments: Mapping[str, Any], parsers: tuple[str, str]) -> _Known:
+        """What a template does, by rendering it; remembered."""
         template = arguments.get("chat_template")
-        key = (template if isinstance(template, str) else None, tools is not None)
-        wants = self._wants.get(key)
-        if wants is None:
+        key = (template if isinstance(template, str) else None, tools is not None, parsers)
+        known = self._known.get(key)
+        if known is None:
             quiet = {**arguments, "add_generation_prompt": False, "continue_final_message": False}
             some = None if tools is None else [_PROBE_TOOL]  # a tokenizer may have another template for tools
 
-            def render(content: Any) -> str:
+            def render(content: Any, tools: Any = some) -> str:
                 try:
-                    return self._render([{"role": "user", "content": content}], some, quiet)
+                    return self._render([{"role": "user", "content": content}], tools, quiet)
                 except InvalidRequest:
                     return ""
 
+            text = render(_PROBE)
             parts = render([{"type": "text", "text": _PROBE}])
-            wants = _Wants(_PROBE in render(_PROBE), _PROBE in parts and not _PRINTED_PART.search(parts))
+            wants = _Wants(_PROBE in text, _PROBE in parts and not _PRINTED_PART.search(parts))
+            renders_tools = tools is not None and any(
+                render(content) != render(content, None) for content in (_PROBE, [{"type": "text", "text": _PROBE}])
+            )
             if not any(wants):  # it does not take a single message of a user: nothing is known
-                wants = _Wants(text=True, parts=False)
-            if len(self._wants) >= _MAX_KNOWN_TEMPLATES:
-                self._wants.clear()
-            self._wants[key] = wants
-        return wants
+                wants, renders_tools = _Wants(text=True, parts=False), True
+            known = _Known(wants, renders_tools, find_dialect(self._source(tools, arguments), *parsers))
+            if len(self._known) >= _MAX_KNOWN_TEMPLATES:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+    def _history_form(self, arguments: Mapping[str, Any], parsers: tuple[str, str]) -> HistoryForm:
+        """The same for calls of earlier turns; only asked where there are some."""
+        template = arguments.get("chat_template")
+        key = (template if isinstance(template, str) else None,)
+        form = self._history.get(key)
+        if form is None:
+            quiet = {**arguments, "add_generation_prompt": False, "continue_final_message": False}
+
+            def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str | None:
+                try:
+                    return self._render(messages, list(tools), quiet)
+                except InvalidRequest:
+                    return None
+
+            form = find_history_form(render)
+            if len(self._history) >= _MAX_KNOWN_TEMPLATES:
+                self._history.clear()
+            self._history[key] = form
+        return form
+
+    def _source(self, tools: Any, arguments: Mapping[str, Any]) -> str:
+        """The text of the template that is going to be used."""
+        given, own = arguments.get("chat_template"), self._tokenizer.chat_template
+        if isinstance(own, Mapping):
+            found = own.get(given) or given or (own.get("tool_use") if tools else None) or own.get("default")
+        else:
+            found = given or own
+        return found if isinstance(found, str) else ""
+
+
+def _with_described(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], dialect: Dialect
+) -> Sequence[Mapping[str, Any]]:
+    """Messages that say in words which tools there are."""
+    if not dialect.is_asked_for or dialect.call_format is None:
+        raise InvalidRequest(
+            "the chat template of this model leaves tools out: it was not made to call any. To have them described in "
+            "a system message, and calls read as JSON, set EngineConfig(tool_parser='json')"
+        )
+    described = {"role": "system", "content": describe_tools(tools, in_json=dialect.call_format is FORMATS["json"])}
+    if messages and messages[0]["role"] == "system":
+        return [merge_messages(messages[0], described), *messages[1:]]
+    return [described, *messages]
+
+
+def _is_thinking(
+    text: str, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], dialect: Dialect
+) -> bool:
+    """Whether a block of reasoning is open at the end of a prompt."""
+    if dialect.thoughts is None:
+        return False
+    opener, closer = dialect.thoughts
+    if text.rstrip().endswith(opener):
+        return True
+    content = messages[-1].get("content") if messages and arguments.get("continue_final_message") else None
+    return isinstance(content, str) and content.rfind(opener) > content.rfind(closer)
 
 
 def _content(content: Any, wants: _Wants, where: str) -> tuple[Any, list[str]]:

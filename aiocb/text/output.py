@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
+from aiocb.outputs import ToolCallDelta
 from aiocb.text.pieces import Detokenizer
 from aiocb.text.stop_strings import StopMatcher
 
-__all__ = ["MARKS", "Marking", "TextOutput"]
+__all__ = ["MARKS", "AnswerDelta", "Marking", "TextOutput", "merge_answers"]
 
 MARKS = range(0xD800, 0xE000)
 """Code points that stand for special tokens in stop strings: halves of surrogate pairs, which no text contains."""
@@ -24,6 +27,13 @@ class Marking(NamedTuple):
 
     detokenizer: Detokenizer
     names: Mapping[str, str]
+
+
+class AnswerDelta(NamedTuple):
+    """What is new of an answer besides its text; see `Chunk`."""
+
+    reasoning_content: str
+    tool_calls: tuple[ToolCallDelta, ...]
 
 
 class TextOutput:
@@ -47,6 +57,8 @@ class TextOutput:
         detokenizer: for whoever pushes to it directly, which is right while `is_plain`.
         num_tokens: output tokens so far, up to the one that completed a stop string: what was pushed behind it does
             not belong to the output.
+        num_reasoning_tokens: of these, those within reasoning.
+        has_ended: a stop string was completed, or what else ends the output by itself.
     """
 
     __slots__ = (
@@ -58,7 +70,9 @@ class TextOutput:
         "_shown",
         "_waiting",
         "detokenizer",
+        "has_ended",
         "is_plain",
+        "num_reasoning_tokens",
         "num_tokens",
     )
 
@@ -74,6 +88,8 @@ class TextOutput:
         self.detokenizer = detokenizer
         self.is_plain = matcher is None and not echo
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.has_ended = False
         self._matcher = matcher
         self._matched: str | None = None
         self._min_new_tokens = min_new_tokens
@@ -125,6 +141,14 @@ class TextOutput:
         text, self._shown = self._shown, ""
         return text
 
+    def take_answer(self) -> AnswerDelta | None:
+        """Reasoning and calls that have not been taken."""
+        return None
+
+    def take_ready(self, count: int) -> int:
+        """How many of the first `count` tokens that wait for delivery may go: those whose text is decided."""
+        return count
+
     def _search(self, matcher: StopMatcher, text: str, searched: str) -> None:
         """Show what may be shown of `text`, now that the matcher has seen `searched`."""
         if self.num_tokens < self._min_new_tokens:
@@ -135,12 +159,36 @@ class TextOutput:
         if marking is None:
             self._shown += passed
             self._matched = matched
+            self.has_ended = matched is not None
             return
         self._waiting += text
         self._due += sum(ord(character) not in MARKS for character in passed)
+        self.has_ended = matched is not None
         if matched is not None:
             self._matched = marking.names[matched]
             self._waiting += self.detokenizer.flush()
         shown, self._waiting = self._waiting[: self._due], self._waiting[self._due :]
         self._due -= len(shown)
         self._shown += shown
+
+
+def merge_answers(answers: Sequence[AnswerDelta]) -> AnswerDelta:
+    """Several deltas as one: of each call its head, if it is there, and one piece of its arguments."""
+    if not answers:
+        return _NOTHING
+    merged: list[ToolCallDelta] = []
+    pieces: list[str] = []
+    for delta in chain.from_iterable([answer.tool_calls for answer in answers]):
+        if delta.name is None and pieces and merged[-1].index == delta.index:
+            pieces.append(delta.arguments)
+            continue
+        if pieces:
+            merged[-1] = replace(merged[-1], arguments="".join(pieces))
+        merged.append(delta)
+        pieces = [delta.arguments] if delta.name is None else []
+    if pieces:
+        merged[-1] = replace(merged[-1], arguments="".join(pieces))
+    return AnswerDelta("".join([answer.reasoning_content for answer in answers]), tuple(merged))
+
+
+_NOTHING = AnswerDelta("", ())

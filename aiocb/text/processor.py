@@ -8,28 +8,44 @@ also releases the GIL while it works, and a result that another thread's truncat
 from __future__ import annotations
 
 import copy
+import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.checks import check_ids
 from aiocb.errors import InvalidRequest, explain, show_value
-from aiocb.sampling_params import SamplingParams
+from aiocb.sampling_params import ModelDefaults, SamplingParams
+from aiocb.structure import CompiledStructure, Structure, structure_of
+from aiocb.text.answer.dialect import AnswerPlan, Dialect
+from aiocb.text.answer.grammar import answer_grammar
+from aiocb.text.answer.output import AnswerOutput
 from aiocb.text.chat import ChatTemplate, SpecialTexts
 from aiocb.text.detokenizer import TokenText
 from aiocb.text.output import MARKS, Marking, TextOutput
+from aiocb.text.pieces import Detokenizer
 from aiocb.text.prompts import Messages, Refused, take_prompt
 from aiocb.text.stop_strings import StopMatcher, StopStrings
+from aiocb.text.tools import ToolSet, take_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from aiocb.sampling.grammar import Compiler
 
 __all__ = ["TextProcessor"]
 
 _PROBES = ("Hello, world!  It's 3.5 °C.\n\n", "日本語 😀 naïve", "<s> [INST] x [/INST]</s>", "")
 _BEFORE = "\n"
 """Stands before a part of a text while it is encoded: at the start of a text, some tokenizers add a space."""
+
+
+class Chat(NamedTuple):
+    """A conversation as a prompt, and what has to be found in the answers."""
+
+    token_ids: list[int]
+    plan: AnswerPlan
 
 
 class TextProcessor:
@@ -49,6 +65,7 @@ class TextProcessor:
         self._tokenizer: Any = tokenizer  # the same, without types
         self._lock = threading.Lock()  # for tokenizers in Python: their state is not known
         self._backend: Any = None
+        self._compiler: Compiler | None = None
 
     def prepare(self) -> None:
         """Choose and prove the fast paths; meant for the thread that loads the model. Idempotent."""
@@ -109,14 +126,15 @@ class TextProcessor:
         end = next((at + len(bare) for at in range(len(ids)) if ids[at : at + len(bare)] == bare), len(ids))
         return [*ids[:end], *self._encode_after(rest), *ids[end:]]
 
-    def encode_chat(
+    def take_chat(
         self,
         messages: Any,
         *,
-        tools: Sequence[Any] | None = None,
+        tools: ToolSet | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         parse_special_tokens: bool = False,
-    ) -> list[int]:
+        parsers: tuple[str, str] = ("auto", "auto"),
+    ) -> Chat:
         """Render messages with the chat template and encode the result, without further special tokens.
 
         What messages, tools and documents spell does not become a special token, unless `parse_special_tokens`. The
@@ -124,7 +142,8 @@ class TextProcessor:
 
         Args:
             messages: as for `take_prompt`.
-            tools, chat_template_kwargs, parse_special_tokens: see `ChatTemplate.render`.
+            tools: what may be called.
+            chat_template_kwargs, parse_special_tokens, parsers: see `ChatTemplate.render`.
 
         Raises:
             InvalidRequest: as `ChatTemplate.render` and `encode`.
@@ -132,10 +151,39 @@ class TextProcessor:
         taken = take_prompt(messages)
         if not isinstance(taken, Messages):
             raise InvalidRequest(taken.reason if isinstance(taken, Refused) else "these are no chat messages")
-        first, *rest = self._chat.render(
-            taken.messages, tools, chat_template_kwargs, parses_specials=parse_special_tokens
+        offered = tools or ToolSet()
+        rendered = self._chat.render(
+            taken.messages,
+            None if offered.choice == "none" else offered.tools,
+            chat_template_kwargs,
+            parses_specials=parse_special_tokens,
+            parsers=parsers,
         )
-        return [*self.encode(first, add_special_tokens=False), *self._encode_after(rest)]
+        first, *rest = rendered.parts
+        plan = AnswerPlan(
+            rendered.dialect,
+            rendered.is_thinking,
+            rendered.is_thought_over,
+            offered.schemas,
+            looks_for_calls=bool(offered.tools),
+            ends_after_call=not offered.is_parallel,
+        )
+        return Chat([*self.encode(first, add_special_tokens=False), *self._encode_after(rest)], plan)
+
+    def encode_chat(self, messages: Any, *, tools: Sequence[Any] | None = None, **options: Any) -> list[int]:
+        """The token ids of `take_chat`.
+
+        Args:
+            messages, options: see there.
+            tools: see `take_tools`.
+        """
+        return self.take_chat(messages, tools=take_tools(tools), **options).token_ids
+
+    def find_dialect(self, parsers: tuple[str, str]) -> Dialect | None:
+        """How the model writes reasoning and calls, by its own template; None without one."""
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            return None
+        return self._chat.dialect(parsers)
 
     def normalize_prompt(
         self,
@@ -180,33 +228,59 @@ class TextProcessor:
     # ── outputs ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def make_outputs(
-        self, sampling: SamplingParams, prompt_token_ids: Sequence[int], count: int
+        self,
+        sampling: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        count: int,
+        plan: AnswerPlan | None = None,
     ) -> tuple[TextOutput, ...]:
         """What turns the tokens of `count` samples of one prompt into text.
 
         Args:
             sampling: resolved parameters.
             prompt_token_ids: for an echo.
+            plan: where reasoning and calls are to be told apart from content.
         """
         skip = bool(sampling.skip_special_tokens)
-        stops, marking = self._make_stops(sampling.stop or (), skip)
+        stops, marking, marks = self._make_stops(sampling.stop or (), skip)
 
         def make_matcher() -> StopMatcher | None:
             return None if stops is None else StopMatcher(stops, sampling.include_stop_str_in_output)
 
-        output = TextOutput(
-            self.token_text.detokenizer(skip_special_tokens=skip),
-            make_matcher(),
-            min_new_tokens=sampling.min_new_tokens or 0,
-            echo=prompt_token_ids if sampling.echo else (),
-            marking=marking,
-        )
+        echo = prompt_token_ids if sampling.echo else ()
+        least = sampling.min_new_tokens or 0
+        output: TextOutput
+        if plan is not None and not plan.is_plain:
+            if skip:
+                specials = self.token_text.special_tokens
+                found = {marker: marker for marker in plan.markers if marker in specials}
+                shown = self._marking({**marks, **found})
+            else:
+                shown = self.token_text.detokenizer(skip_special_tokens=False)
+            names = None if marking is None else marking.names
+            output = AnswerOutput(shown, plan, make_matcher(), min_new_tokens=least, echo=echo, stop_names=names)
+        else:
+            output = TextOutput(
+                self.token_text.detokenizer(skip_special_tokens=skip),
+                make_matcher(),
+                min_new_tokens=least,
+                echo=echo,
+                marking=marking,
+            )
         return (output, *(output.fork(make_matcher()) for _ in range(count - 1)))
 
-    def _make_stops(self, stops: Sequence[str], skip: bool) -> tuple[StopStrings | None, Marking | None]:
+    def _marking(self, marks: Mapping[str, str]) -> Detokenizer:
+        """A detokenizer that leaves special tokens out, but yields a mark in the place of some, given by their text."""
+        return self.token_text.marking(
+            {self._tokenizer.convert_tokens_to_ids(text): mark for text, mark in marks.items()}
+        )
+
+    def _make_stops(
+        self, stops: Sequence[str], skip: bool
+    ) -> tuple[StopStrings | None, Marking | None, Mapping[str, str]]:
         """Stop strings; those that name special tokens which the text leaves out, with marks for these."""
         if not stops:
-            return None, None
+            return None, None, {}
         marks: dict[str, str] = {}
         names: dict[str, str] = {}
         if skip:
@@ -216,9 +290,8 @@ class TextProcessor:
 
             names = {self._specials.replace(stop, mark): stop for stop in stops}
         if not marks:
-            return StopStrings(stops), None
-        by_id = {self._tokenizer.convert_tokens_to_ids(text): character for text, character in marks.items()}
-        return StopStrings(names), Marking(self.token_text.marking(by_id), names)
+            return StopStrings(stops), None, {}
+        return StopStrings(names), Marking(self._marking(marks), names), marks
 
     def bad_words_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Every way in which the tokenizer writes each word: at the start of a text, after a space, within a text.
@@ -247,7 +320,85 @@ class TextProcessor:
                     found[tuple(ids)] = None
         return tuple(found)
 
+    def has_compiled(self, sampling: SamplingParams) -> bool:
+        """Whether the structure that a request asks for is there already (unresolved parameters). Never waits."""
+        compiler = self._compiler
+        if compiler is None:
+            return False
+        try:
+            structure = structure_of(sampling.structure_values)
+        except InvalidRequest:
+            return True  # to be refused where requests are
+        return structure is None or compiler.find(structure) is not None
+
+    def with_structure(self, sampling: SamplingParams, defaults: ModelDefaults) -> SamplingParams:
+        """Resolved parameters with what has been compiled of their structure as `grammar`.
+
+        Raises:
+            InvalidRequest: it cannot be compiled.
+        """
+        structure = structure_of(sampling.structure_values)
+        if structure is None:
+            return sampling
+        grammar = self._compile(structure, defaults)
+        return dataclasses.replace(sampling, json_schema=None, regex=None, choice=None, grammar=grammar)
+
+    def _compile(self, structure: Structure, defaults: ModelDefaults) -> CompiledStructure:
+        tokenizer = self._need_tokenizer("an output's structure")
+        from aiocb.sampling.grammar import Compiler  # which needs torch
+
+        with self._lock:
+            if self._compiler is None:
+                ends = [token_id for token_id in defaults.eos_token_ids if token_id < defaults.vocab_size]
+                self._compiler = Compiler(tokenizer, defaults.vocab_size, ends)
+        return self._compiler.compile(structure)
+
+    def with_answer(
+        self,
+        sampling: SamplingParams,
+        defaults: ModelDefaults,
+        plan: AnswerPlan,
+        tools: ToolSet,
+        structure: Structure | None,
+    ) -> SamplingParams:
+        """Resolved parameters that make an answer what a plan, a choice of tools and a structure ask for.
+
+        Raises:
+            InvalidRequest: these do not go together, or cannot be compiled.
+        """
+        if structure is not None:
+            self._compile(structure, defaults)  # what is wrong with it is told as its own
+        if tools.choice == "none" and plan.call_format is not None:
+            found = [self._marker_id(opener) for opener in plan.call_format.openers]
+            banned = tuple([(token_id,) for token_id in found if token_id is not None])
+            if banned:
+                sampling = dataclasses.replace(sampling, bad_words_ids=(*(sampling.bad_words_ids or ()), *banned))
+        may_call = bool(tools.schemas)
+        if structure is not None and may_call and (tools.is_forced or structure.kind == "grammar"):
+            raise InvalidRequest(
+                f"{structure.kind} was given with tools"
+                + (" and a tool_choice that leaves no room for it" if tools.is_forced else "")
+                + ": leave one of them out"
+            )
+        if structure is not None and structure.kind == "grammar":
+            sampling = dataclasses.replace(sampling, grammar=structure.text)
+        elif tools.is_forced or structure is not None or (may_call and tools.strict):
+            grammar = answer_grammar(plan, self._marker_id, forced=tools.is_forced, structure=structure)
+            sampling = dataclasses.replace(sampling, grammar=grammar)
+        else:
+            return sampling.resolve(defaults)
+        return self.with_structure(sampling.resolve(defaults), defaults)
+
+    def _marker_id(self, marker: str) -> int | None:
+        """The token that a marker is, where it is one."""
+        found: int | None = self._added_tokens.get(marker)
+        return found
+
     # ── within ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def _added_tokens(self) -> dict[str, int]:
+        return dict(self._tokenizer.get_added_vocab())
 
     @cached_property
     def _specials(self) -> SpecialTexts:

@@ -73,6 +73,11 @@ class StopMatcher:
         self._include = include
         self._held = ""
 
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
+
     def push(self, text: str) -> tuple[str, str | None]:
         """Take further text; return what may be shown now, and the stop string once one is complete.
 

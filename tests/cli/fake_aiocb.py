@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import aiocb
 from aiocb.cli import main, terminal
@@ -23,7 +24,9 @@ def reply(prompt: Sequence[int]) -> Sequence[int]:
     return b"tick " * 20_000 if b"forever" in bytes(prompt) else prompt
 
 
-def build_engine(options: terminal.ModelOptions, progress: Callable[[str, float], None] | None) -> aiocb.Engine:
+def build_engine(
+    options: terminal.ModelOptions, progress: Callable[[str, float], None] | None, **settings: Any
+) -> aiocb.Engine:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None if "base" in options.model else TEMPLATE
     if "broken" in options.model:

@@ -59,6 +59,7 @@ async def test_a_completion_is_the_whole() -> None:
             "num_prompt_tokens": 2,
             "num_output_tokens": 20,
             "num_cached_tokens": 0,
+            "num_reasoning_tokens": 0,
         }
         awaited = await setup.engine.stream([1, 2], max_new_tokens=20)
         assert awaited.token_ids == completion.token_ids

@@ -185,7 +185,7 @@ async def test_one_wrong_prompt_does_not_cost_the_batch() -> None:
         ({"tools": 5}, "tools"),
         ({"tools": "x"}, "tools"),
         ({"tools": {"a": 1}}, "tools"),
-        ({"tools": [5]}, "template"),
+        ({"tools": [5]}, "tool 0 must be"),
         ({"tools": [cyclic()]}, "tools"),
     ],
 )

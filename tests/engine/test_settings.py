@@ -62,6 +62,7 @@ IN_THE_SCHEDULER: dict[str, tuple[Any, Callable[[Sized], Any]]] = {
     "max_model_len": (33, lambda made: made.limits.defaults.max_model_len),
     "return_logprobs": (True, lambda made: made.limits.return_logprobs),
     "max_prompt_characters": (11, lambda made: made.limits.max_prompt_characters),
+    "jump_ahead": (False, lambda made: made.scheduler._planner._jumps),
     "max_request_strings": (12, lambda made: made.limits.max_request_strings),
 }
 IN_THE_CACHE: dict[str, tuple[dict[str, Any], Callable[[CacheLayout], Any], Any]] = {
@@ -86,6 +87,8 @@ ELSEWHERE = {
     "state_interval": "model/test_states.py::test_the_interval_follows_the_size",
     "max_state_memory": "model/test_states.py::test_slots_for_requests_and_for_snapshots",
     "max_queue_size": "engine/test_queue.py::test_a_full_queue_refuses_when_asked_to",
+    "tool_parser": "engine/test_tools.py::test_a_parser_may_be_chosen",
+    "reasoning_parser": "engine/test_tools.py::test_reasoning_may_stay_in_the_text",
     "seed": "engine/test_outputs.py::test_unseeded_requests_differ_and_an_engine_seed_repeats_them",
     "debug_checks": "engine/test_settings.py::test_every_step_is_checked_where_that_is_asked_for",
     "attention": "model/test_snapshot.py::test_other_settings_take_the_whole_way",
@@ -94,6 +97,8 @@ ELSEWHERE = {
     "freeze_gc": "engine/test_lives.py::test_every_life_says_once_what_it_chose",
     "start_timeout": "engine/test_lives.py::test_who_waits_too_long_is_told_for_whom",
     "cpu_group_timeout": "parallel/test_processes.py::test_a_process_that_is_lost_ends_all_streams",
+    "tracing": "engine/test_tracing.py::test_it_is_switched_by_the_setting",
+    "latency_buckets": "serve/test_metrics.py::test_buckets_are_the_operator_s",
     "hang_timeout": "engine/test_life.py::test_a_step_that_wedges_is_seen",
     # Observed through the interface of transformers, for which they are there.
     "auto_switch_to_flash": "compat/test_generate_batch.py::test_attention_is_kept_when_asked",

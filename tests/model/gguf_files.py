@@ -50,7 +50,7 @@ def write_gguf(
     writer = gguf.GGUFWriter(str(path), "llama")
     for key, value in {**KEYS, **(keys or {})}.items():
         if key not in without:
-            _add(writer, key, value)
+            add_key(writer, key, value)
     shapes = {"token_embd.weight": (len(TOKENS), HIDDEN), "output_norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         shapes |= {
@@ -76,7 +76,7 @@ def write_gguf(
     return path
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):

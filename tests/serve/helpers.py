@@ -67,7 +67,13 @@ async def serving(
     settings.setdefault("served_model_name", ("fake",))
     app = create_app(engine, ServeConfig(port=0, **settings))
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, http=Protocol, ws="none", log_config=None, timeout_graceful_shutdown=2
+        app,
+        host="127.0.0.1",
+        port=0,
+        http=Protocol,
+        ws="websockets-sansio",
+        log_config=None,
+        timeout_graceful_shutdown=2,
     )
     server = _Server(config, app.state.service)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -174,7 +174,7 @@ async def test_roles_and_parts_that_templates_do_not_know() -> None:
     async with serving(fake_engine(reply=reply)) as served:
         messages = [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            {"role": "assistant", "content": None, "tool_calls": []},
             {"role": "developer", "content": "first"},
             {"role": "system", "content": "second"},
             {"role": "user", "content": ""},

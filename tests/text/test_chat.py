@@ -160,7 +160,7 @@ def test_what_templates_want_is_asked_once_and_bounded(smol: TextProcessor, monk
         calls.clear()
         rendered(smol, user("y"), chat_template_kwargs={"chat_template": f"{number}{CHATML}"})
         assert len(calls) == 1
-    assert len(smol._chat._wants) <= 8
+    assert len(smol._chat._known) <= 8
 
 
 # ── special tokens ───────────────────────────────────────────────────────────────────────────────────────────────────

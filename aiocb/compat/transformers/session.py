@@ -168,7 +168,7 @@ class ThreadSession(Life):
                 self._router.moved.notify_all()
         if batch:
             self._router.deliver(
-                [(cast("ThreadLane", lane).reply, tokens, logprobs, end) for lane, tokens, _, logprobs, end in batch]
+                [(cast("ThreadLane", lane).reply, tokens, logprobs, end) for lane, tokens, _, logprobs, end, _ in batch]
             )
         return True
 

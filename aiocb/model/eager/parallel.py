@@ -245,6 +245,9 @@ class LeadingRunner(ParallelRunner):
         message = self._outgoing.message(STEP, plan)
         result = self._ranks.call(partial(self._step, message, plan), self._ranks.limit)
         self._outgoing.take(plan, result)
+        if result.follows:  # the other processes hear of tokens only when they were sampled
+            ends = {request_id: None for request_id, follows in result.follows.items() if follows is None}
+            result = result._replace(follows=ends or None)
         return result
 
     def _step(self, message: bytes, plan: StepPlan) -> StepResult:

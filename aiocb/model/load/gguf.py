@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb import files
 from aiocb.errors import ConfigError
+from aiocb.model.load.choose import split_of
 from aiocb.model.load.problems import explained
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["PACKAGES", "WEIGHTS", "GgufModel", "find_package", "join"]
+__all__ = ["PACKAGES", "WEIGHTS", "GgufModel", "Progress", "find_package", "join", "kept_name", "split_parts"]
 
 logger = logging.getLogger("aiocb.model")
 
@@ -80,14 +81,48 @@ def _package_folder(name: str) -> Path | None:
     return Path(next(iter(locations))) if locations else None
 
 
+def split_parts(path: Path) -> tuple[Path, ...]:
+    """All parts of the model in order; the file alone where it is whole.
+
+    Raises:
+        ConfigError: some are not there.
+    """
+    split = split_of(path.name)
+    if split is None:
+        return (path,)
+    stem, _, count = split
+    parts = tuple(path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1))
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ConfigError(
+            f"{path} is one of {count} parts, and {', '.join(missing[:3])} is missing: put all parts into one folder"
+        )
+    return parts
+
+
 def join(parts: Sequence[Path], folder: Path) -> Path:
-    """The whole file: the only part, or all of them put together in a folder."""
+    """The whole file: the only part, or all of them put together in a folder: files of their own, or pieces of one."""
     if len(parts) == 1:
         return parts[0]
+    if split_of(parts[0].name) is not None:
+        from aiocb.model.load.gguf_split import merge  # see `_convert`
+
+        merge(parts, folder / _JOINED)
+        return folder / _JOINED
     with (folder / _JOINED).open("wb") as whole:
         for part in parts:
             whole.write(part.read_bytes())
     return folder / _JOINED
+
+
+def kept_name(parts: Sequence[Path]) -> str | None:
+    """How the names of all folders begin that are kept for a file; None where none has been made since it changed."""
+    digests = [files.known_digest(part) for part in parts]
+    return None if None in digests else _joint([str(digest) for digest in digests])
+
+
+def _joint(digests: Sequence[str]) -> str:
+    return hashlib.blake2b(" ".join(digests).encode(), digest_size=12).hexdigest()
 
 
 class GgufModel(NamedTuple):
@@ -111,8 +146,7 @@ class GgufModel(NamedTuple):
                         f"{parts[0]} is a file but not a GGUF file (it does not begin with 'GGUF'): give a GGUF file, "
                         "or the folder of a model"
                     )
-            contents = " ".join(files.digest(part) for part in parts)
-        digest = hashlib.blake2b(contents.encode(), digest_size=12).hexdigest()
+            digest = _joint([files.digest(part) for part in parts])
         name = str(dtype).removeprefix("torch.")
         return cls(parts, dtype, files.cache_dir() / "gguf" / f"{digest}-{name}")
 

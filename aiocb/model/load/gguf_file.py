@@ -11,6 +11,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,12 @@ class TensorInfo(NamedTuple):
     kind: GGMLQuantizationType
     offset: int
 
+    @property
+    def end(self) -> int:
+        """Where its data ends in the file."""
+        per_block, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.offset + math.prod(self.shape) // per_block * block_bytes
+
 
 class GgufFile(NamedTuple):
     """What a file says.
@@ -42,11 +49,15 @@ class GgufFile(NamedTuple):
         path: the file.
         values: every key with its value; arrays are lists.
         tensors: by name.
+        places: where in the file the value of each key begins.
+        keys_end: where the last one ends.
     """
 
     path: Path
     values: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    places: Mapping[str, int] = MappingProxyType({})
+    keys_end: int = 0
 
     @property
     def architecture(self) -> str:
@@ -114,6 +125,10 @@ class _Cursor:
             raise struct.error("an array passes the end")
         return [self.value(item) for _ in range(count)]
 
+    @property
+    def position(self) -> int:
+        return self._position
+
     def aligned(self, alignment: int) -> int:
         return -(-self._position // alignment) * alignment
 
@@ -147,10 +162,12 @@ def _read(path: Path, data: mmap.mmap) -> GgufFile:
             "convert it with a current llama.cpp"
         )
     num_tensors, num_keys = cursor.take("<Q", 2)
-    values = {}
+    values, places = {}, {}
     for _ in range(num_keys):
-        key = cursor.text()
-        values[key] = cursor.value(cursor.number("<I"))
+        key, kind = cursor.text(), cursor.number("<I")
+        places[key] = cursor.position
+        values[key] = cursor.value(kind)
+    keys_end = cursor.position
     if not isinstance(values.get("general.architecture"), str):
         raise ConfigError(f"{path} does not say its general.architecture, so it is no model that can be loaded")
     tensors = {}
@@ -160,16 +177,11 @@ def _read(path: Path, data: mmap.mmap) -> GgufFile:
         if num_dims > _MAX_DIMS:
             raise struct.error(f"{name} has {num_dims} dimensions")
         shape = cursor.take("<Q", num_dims)[::-1]  # stored fastest dimension first
-        kind, offset = GGMLQuantizationType(cursor.number("<I")), cursor.number("<Q")
-        tensors[name] = TensorInfo(shape, kind, offset)
+        kind, offset = cursor.number("<I"), cursor.number("<Q")
+        tensors[name] = TensorInfo(shape, GGMLQuantizationType(kind), offset)
     start = cursor.aligned(int(values.get("general.alignment", 32)))
     tensors = {name: tensor._replace(offset=start + tensor.offset) for name, tensor in tensors.items()}
-    end = max((_end(tensor) for tensor in tensors.values()), default=0)
+    end = max((tensor.end for tensor in tensors.values()), default=0)
     if len(data) < end:
         raise ConfigError(f"{path} is cut short: {len(data)} bytes of {end}; download it again")
-    return GgufFile(path, values, tensors)
-
-
-def _end(tensor: TensorInfo) -> int:
-    per_block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
-    return tensor.offset + math.prod(tensor.shape) // per_block * block_bytes
+    return GgufFile(path, values, tensors, places, keys_end)

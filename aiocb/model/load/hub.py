@@ -11,20 +11,22 @@ import gc
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiocb.config import Choice
 from aiocb.errors import ConfigError
-from aiocb.model.load import gguf
+from aiocb.model.load import download, gguf
+from aiocb.model.load.download import Located
+from aiocb.model.load.gguf import Progress
 from aiocb.model.load.problems import explained, reason
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["Found", "LoadedModel", "Progress", "find", "load", "quiet"]
+__all__ = ["Found", "LoadedModel", "Located", "Progress", "find", "load", "locate", "quiet"]
 
 logger = logging.getLogger("aiocb.model")
 
@@ -39,8 +41,6 @@ _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential", "disk")  # of
 _SMALL = 1 << 20
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "spiece*", "*.tiktoken", "tekken*")
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-
-Progress = Callable[[str, float], None]
 
 
 class Found(NamedTuple):
@@ -64,7 +64,7 @@ class LoadedModel(NamedTuple):
         model: in eval mode.
         tokenizer: None when there is none.
         choices: what was decided on the way, with reasons.
-        found: where it came from when that can be found again; None for a model of the hub.
+        found: where it came from when that can be found again.
     """
 
     model: PreTrainedModel
@@ -84,10 +84,10 @@ def load(
     """Load a causal language model and its tokenizer.
 
     Args:
-        name_or_path: `smollm2`, `gemma3-270m`, a `.gguf` file, or whatever transformers' `from_pretrained` takes.
+        name_or_path: `smollm2`, `gemma3-270m`, a `.gguf` file, a folder, or a name on the hub (see `names.py`).
         dtype: a torch dtype, its name, or `"auto"`: as stored (for a GGUF file: bfloat16).
         device: a torch device; None takes a CUDA device when there is one, else the CPU.
-        progress: called with a stage (`import`, `convert`, `load`) and the fraction of it that is done.
+        progress: called with a stage (`download`, `import`, `convert`, `load`) and the fraction of it that is done.
         kwargs: passed to `from_pretrained` (`revision`, `trust_remote_code`, `device_map`, ...).
 
     Raises:
@@ -95,14 +95,14 @@ def load(
     """
     report: Progress = progress or (lambda stage, fraction: None)
     report("import", 0.0)
+    name, kwargs, origin_choices = locate(name_or_path, dtype, device, kwargs, report)
     with _loading, quiet():
         import transformers  # noqa: F401
 
         report("import", 1.0)
-        name = str(name_or_path)
         chosen_dtype = _parse_dtype(dtype)
         chosen_device, device_choice = _choose_device(device, kwargs)
-        file = _find_gguf(_named_file(name, kwargs), chosen_dtype)
+        file = _find_gguf(name, chosen_dtype)
         why = "as stored" if file is None else "dequantised"
         if file is not None:
             unused = sorted(key for key, value in kwargs.items() if value is not None and key not in _OTHER_FILES)
@@ -126,7 +126,24 @@ def load(
                 model.to(chosen_device)  # type: ignore[arg-type]
         model.train(False)
     weights, *others = choices
-    return LoadedModel(model, tokenizer, (weights, dtype_choice, device_choice, *others), found)
+    return LoadedModel(model, tokenizer, (*origin_choices, weights, dtype_choice, device_choice, *others), found)
+
+
+def locate(
+    name_or_path: str,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    options: Mapping[str, Any],
+    progress: Progress,
+) -> Located:
+    """Bring a model onto this machine, see `download.locate`; settings that cannot work are refused before.
+
+    Raises:
+        ConfigError: it cannot be had, or dtype or device are none.
+    """
+    _parse_dtype(dtype)
+    _choose_device(device, options)
+    return download.locate(str(name_or_path), options, progress)
 
 
 def find(name_or_path: str, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Found | None:
@@ -149,22 +166,6 @@ def _found(file: gguf.GgufModel) -> Found:
     return Found((file.folder / gguf.WEIGHTS,), file.folder, file.folder.name)
 
 
-def _named_file(name: str, kwargs: dict[str, Any]) -> str:
-    """The path of transformers' `gguf_file`, in a folder or on the hub: it is read as any GGUF file; else the name."""
-    file = kwargs.pop("gguf_file", None)
-    if file is None:
-        return name
-    if Path(name).is_dir():
-        return str(Path(name) / file)
-    from huggingface_hub import hf_hub_download
-
-    try:
-        path: str = hf_hub_download(name, file, **_picked(kwargs, _HUB_OPTIONS))
-    except Exception as error:
-        raise ConfigError(f"cannot load {file} of {name!r}: {reason(error)}") from error
-    return path
-
-
 def _picked(kwargs: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: kwargs[name] for name in names if name in kwargs}
 
@@ -177,7 +178,7 @@ def _find_gguf(name: str, dtype: torch.dtype | None) -> gguf.GgufModel | None:
         if name.endswith(".gguf"):
             raise ConfigError(f"{name} does not exist")
         return None
-    return gguf.GgufModel.of(parts or (path,), dtype or torch.bfloat16)
+    return gguf.GgufModel.of(parts or gguf.split_parts(path), dtype or torch.bfloat16)
 
 
 def _find_folder(name: str, dtype: torch.dtype | None) -> Found | None:
@@ -219,7 +220,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return parsed
 
 
-def _choose_device(device: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, Choice]:
+def _choose_device(device: Any, kwargs: Mapping[str, Any]) -> tuple[torch.device | None, Choice]:
     import torch
 
     if kwargs.get("distributed_config") is not None:
@@ -257,24 +258,20 @@ def _from_pretrained(
 ) -> tuple[PreTrainedModel, Any, tuple[Choice, ...]]:
     from transformers import AutoModelForCausalLM
 
-    package = gguf.PACKAGES.get(name)
-    repository = name if package is None else package.repository
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            repository, dtype="auto" if dtype is None else dtype, **kwargs
+            name, dtype="auto" if dtype is None else dtype, **kwargs
         )
     except Exception as error:
         why = reason(error)
-        files = sorted(path.name for path in Path(repository).glob("*.gguf"))
-        if package is not None:
-            why += f"; or install {package.pip}"
-        elif files:
+        files = sorted(path.name for path in Path(name).glob("*.gguf"))
+        if files:
             why = f"it has no config.json; name one of its GGUF files: {', '.join(files[:3])}"
         elif name.startswith((".", "/", "~")) and not Path(name).is_dir():
             why = "there is no such folder"
         raise ConfigError(f"cannot load {name!r}: {why}") from error
-    tokenizer, choice = _load_tokenizer(repository, kwargs)
-    weights = Choice("weights", repository, "loaded by transformers")
+    tokenizer, choice = _load_tokenizer(name, kwargs)
+    weights = Choice("weights", name, "loaded by transformers")
     return model, tokenizer, (weights,) if choice is None else (weights, choice)
 
 

@@ -25,15 +25,27 @@ _TEXTS = {
     "No space left": errno.ENOSPC,
 }  # of torch's and safetensors' own classes
 _UNREACHABLE = "it is not on this machine and the hub cannot be reached: go online, or give a local folder"
+_BROKEN = "the connection to the hub broke: try again, whole files are kept"
 _HUB = {
-    "GatedRepoError": "it is gated: accept its terms on its page of the hub, then log in or pass token=",
+    "GatedRepoError": "it is gated: accept its terms on its page, then log in (hf auth login) or pass token=",
     "RepositoryNotFoundError": "the hub has no model of that name, or it is private: check the name, or pass token=",
     "RevisionNotFoundError": "it has no such revision",
+    "EntryNotFoundError": "it has no such file",
+    "HFValidationError": "that is no name on the hub: owner/repo, owner/repo:Q4_K_M",
+    "RemoteProtocolError": _BROKEN,
+    "ReadError": _BROKEN,
+    "ReadTimeout": _BROKEN,
     "LocalEntryNotFoundError": _UNREACHABLE,
-    "OfflineModeIsEnabled": _UNREACHABLE,
+    "OfflineModeIsEnabled": "it is not on this machine, and HF_HUB_OFFLINE forbids to ask the hub: unset it",
     "ConnectionError": _UNREACHABLE,
     "HTTPError": _UNREACHABLE,
 }
+_STATUS = {
+    401: "the hub does not accept the token: log in again (hf auth login), or set HF_TOKEN or pass token=",
+    403: "the hub gives no access: ask for it on the model's page, then log in (hf auth login) or pass token=",
+    429: "the hub has had too many requests from here: wait a few minutes, or log in (hf auth login)",
+}
+"""Of answers that have no class of their own."""
 
 
 @contextlib.contextmanager
@@ -60,7 +72,11 @@ def reason(error: BaseException) -> str:
         kinds = [kind.__name__ for kind in type(cause).__mro__]
         number = errno.ENOMEM if isinstance(cause, MemoryError) else getattr(cause, "errno", None)
         number = next((number for sign, number in _TEXTS.items() if sign in str(cause)), number)
-        known = next((_HUB[kind] for kind in kinds if kind in _HUB), None) or _MACHINE.get(number or 0)
+        kind = next((kind for kind in kinds if kind in _HUB), "")
+        status = getattr(getattr(cause, "response", None), "status_code", 0)
+        known = _MACHINE.get(number or 0) or _HUB.get(kind)
+        if kind == "HTTPError" and status:
+            known = _STATUS.get(status, f"the hub answers {status}: try again later")
         if known is not None:
             return f"{known} ({text})"
         cause = cause.__cause__ or cause.__context__

@@ -186,6 +186,5 @@ def _join(result: StepResult, sampled: StepResult, positions: Sequence[int]) -> 
         token_ids[position] = sampled.token_ids[at]
         if logprobs is not None and sampled.logprobs is not None:
             logprobs[position] = sampled.logprobs[at]
-    return StepResult(
-        token_ids, logprobs, sampled.prompt_logprobs, {**(result.errors or {}), **(sampled.errors or {})} or None
-    )
+    errors = {**(result.errors or {}), **(sampled.errors or {})} or None
+    return StepResult(token_ids, logprobs, sampled.prompt_logprobs, errors, sampled.follows)

@@ -112,9 +112,9 @@ class Sink:
         if not self._batches:
             return
         while self._batches:
-            for lane, token_ids, text, logprobs, end in self._batches.popleft():
+            for lane, token_ids, text, logprobs, end, answer in self._batches.popleft():
                 assert lane.end is None, f"{lane.slot.request_id} sample {lane.index}: a delivery after the end"
-                lane.push(token_ids, text, logprobs, end)
+                lane.push(token_ids, text, logprobs, end, answer)
         self.line.let_in()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from aiocb.engine.prepare import Limits, StreamSpec, prepare_tokens
 from aiocb.engine.room import Room
 from aiocb.engine.source import Built, RunnerSource
 from aiocb.errors import EngineError, InvalidRequest
+from aiocb.records import Record
 from aiocb.sampling_params import ModelDefaults
 from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.scheduler import Scheduler
@@ -102,6 +103,7 @@ class Life:
             safety_margin=chance.choice((0.0, 0.15)),
             drafter=self._guess if chance.random() < 0.3 else None,
         )
+        self.oracle.foretell = self._foretell if chance.random() < 0.3 else None
         self.limits = Limits(self.built.defaults, cache.max_request_tokens)
         self.room = Room(chance.choice((0, 2, 6)))
         self.core = EngineCore(
@@ -131,6 +133,18 @@ class Life:
         if drafts and self.chance.random() < 0.5:
             drafts[self.chance.randrange(len(drafts))] = self.chance.randrange(VOCAB_SIZE)
         return drafts
+
+    def _foretell(self, record: Record) -> tuple[int, ...]:
+        """What has to follow, as a structure would say: sometimes something, and then the truth."""
+        if self.chance.random() < 0.7 or len(record.tokens) == record.num_prompt_tokens:
+            return ()
+        tokens = self.oracle.expected_output(
+            record.tokens[: record.num_prompt_tokens],
+            record.sampling,
+            max_tokens=len(record.tokens) + self.chance.randrange(_MAX_DRAFTS + 1),
+            seed=record.seed,
+        )
+        return tuple(tokens[len(record.tokens) - record.num_prompt_tokens :])
 
     def put(self, command: Command) -> None:
         """Hand a command to the core."""
