@@ -23,7 +23,9 @@ KERNELS = Path("aiocb") / "kernels"
 
 def platform_tag(machine: str) -> str:
     """The wheel's platform as the build knows it; auditwheel finds out which systems that fits."""
-    return f"linux_{machine}" if sys.platform == "linux" else sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    if sys.platform == "linux":
+        return f"linux_{machine}"
+    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def compiled(root: Path, folder: Path, command: list[str]) -> tuple[Path, str]:

@@ -26,7 +26,15 @@ from aiocb import files
 from aiocb.kernels import compilation
 from aiocb.kernels.compilation import library_name, processor_features, stamp
 
-__all__ = ["PACKAGED_DIR", "KernelUnavailable", "announce", "cache_dir", "find_compiler", "find_or_build", "find_packaged"]
+__all__ = [
+    "PACKAGED_DIR",
+    "KernelUnavailable",
+    "announce",
+    "cache_dir",
+    "find_compiler",
+    "find_or_build",
+    "find_packaged",
+]
 
 logger = logging.getLogger("aiocb.kernels")
 

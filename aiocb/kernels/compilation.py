@@ -36,8 +36,8 @@ _SETS = {
 }
 """Instruction sets and what each needs of a processor, the best first: they also take the longest to compile."""
 _SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the next best, see is_worth_it in dispatch.cpp
-# A library that travels brings its C++ runtime along: its compiler's is newer than that of the machines it comes to. What
-# it does not use of that is left out, and nothing of it is seen by the other libraries of the process.
+# A library that travels brings its C++ runtime along: its compiler's is newer than that of the machines it comes to.
+# What it does not use of that is left out, and nothing of it is seen by the other libraries of the process.
 _PACKAGE_LINK = ("-static-libstdc++", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL", "-s")
 _LIMIT_S = 3600.0  # after which a compiler counts as hung
 

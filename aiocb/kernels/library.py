@@ -317,12 +317,11 @@ def load(*, every_instruction_set: bool = False) -> Library | KernelUnavailable:
 @functools.cache  # what is wrong with it is said once; the file of a package does not change
 def _load_packaged(folder: Path) -> Library | None:
     found = find_packaged(folder)
-    if isinstance(found, Path):
-        found = _open(found, "packaged")
-    if isinstance(found, KernelUnavailable):
-        announce(f"the native kernels of the package are not used: {found.reason}")
+    library = _open(found, "packaged") if isinstance(found, Path) else found
+    if isinstance(library, KernelUnavailable):
+        announce(f"the native kernels of the package are not used: {library.reason}")
         return None
-    return found
+    return library
 
 
 def _open(path: Path, origin: str) -> Library | KernelUnavailable:
