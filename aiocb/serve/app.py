@@ -21,6 +21,7 @@ from aiocb.serve.errors import ApiError
 from aiocb.serve.generation import Resume
 from aiocb.serve.looking import Health, Models, Scrape, Stats
 from aiocb.serve.middleware import Guard, Observer
+from aiocb.serve.openapi import OpenAPI
 from aiocb.serve.responses import Responses, ResponsesRequest
 from aiocb.serve.service import LoadProgress, Service
 from aiocb.serve.sse import Heartbeats
@@ -74,6 +75,7 @@ def create_app(engine: Engine, config: ServeConfig | None = None, progress: Load
         Route("/tokenize", Tokenize(service), methods=["POST"]),
         Route("/detokenize", Detokenize(service), methods=["POST"]),
         Route("/health", Health(service), methods=["GET"]),
+        Route("/openapi.json", OpenAPI(), methods=["GET"]),
         Route("/metrics", Scrape(service), methods=["GET"]),
         Route("/stats", Stats(service), methods=["GET"]),
     ]
