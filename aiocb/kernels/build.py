@@ -1,6 +1,7 @@
-"""Find the native kernels, or have them compiled with the system's compiler, once per user.
+"""Find the native kernels: those that came with the package, else compiled with the system's compiler, once per user.
 
-The library is cached under a key of everything that shapes it (sources, flags, processor, compiler) with a checksum
+The wheels for some machines carry a library, which is taken when it is whole and made of the sources that are there. A
+compiled one is cached under a key of everything that shapes it (sources, flags, processor, compiler) with a checksum
 beside it. It is built under a lock so that two processes do not build at once, and put in place with an atomic rename.
 Nothing here raises into an engine: `find_or_build` returns a path or a `KernelUnavailable` that says why there is none.
 """
@@ -23,13 +24,22 @@ from typing import NamedTuple
 
 from aiocb import files
 from aiocb.kernels import compilation
-from aiocb.kernels.compilation import processor_features, stamp
+from aiocb.kernels.compilation import library_name, processor_features, stamp
 
-__all__ = ["KernelUnavailable", "cache_dir", "find_compiler", "find_or_build"]
+__all__ = [
+    "PACKAGED_DIR",
+    "KernelUnavailable",
+    "announce",
+    "cache_dir",
+    "find_compiler",
+    "find_or_build",
+    "find_packaged",
+]
 
 logger = logging.getLogger("aiocb.kernels")
 
 _SOURCE_DIR = Path(__file__).parent / "csrc"
+PACKAGED_DIR = Path(__file__).parent / "lib"  # where a wheel has it, see hatch_build.py
 _PATIENCE_S = 300.0
 _ANSWER_S = 10.0  # of a compiler that is asked for its version
 
@@ -65,14 +75,23 @@ def find_compiler() -> tuple[list[str], str] | KernelUnavailable:
 
 
 def _name(every_instruction_set: bool) -> str:
-    """The library's name without its compiler: of the sources, how they are compiled, and the processor it is for."""
-    digest = hashlib.sha256()
-    sources = [path for path in sorted(_SOURCE_DIR.iterdir()) if path.suffix in (".h", ".cpp")]
-    for path in (Path(compilation.__file__), *sources):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    features = None if every_instruction_set else sorted(processor_features() or ())
-    digest.update(repr((platform.system(), platform.machine(), features)).encode())
-    return f"aiocb-{digest.hexdigest()[:16]}"
+    features = None if every_instruction_set else processor_features() or ()
+    return library_name(_SOURCE_DIR, platform.machine(), features)
+
+
+def find_packaged(folder: Path) -> Path | KernelUnavailable | None:
+    """Return the library that came with the package and lies in `folder`; None when none came."""
+    try:
+        libraries = sorted(folder.glob("aiocb-*.so"))
+        if not libraries:
+            return None
+        library = folder / f"{_name(True)}.so"
+        if library not in libraries:
+            return KernelUnavailable(f"{libraries[0]} is of another version or for other machines")
+        flaw = _flaw(library)
+        return library if flaw is None else KernelUnavailable(f"{library} {flaw}")
+    except OSError as error:
+        return KernelUnavailable(f"{folder} cannot be read: {error}")
 
 
 def _flaw(library: Path) -> str | None:
@@ -93,14 +112,14 @@ def _is_whole(library: Path) -> bool:
     with contextlib.suppress(OSError), files.Lock(library) as is_free:  # else somebody is just building it
         if is_free and _flaw(library):
             library.unlink()
-            _announce(f"{library} {flaw} and was removed")
+            announce(f"{library} {flaw} and was removed")
     return _flaw(library) is None
 
 
 def find_or_build(
     *, force: bool = False, every_instruction_set: bool = False, patience_s: float = _PATIENCE_S
 ) -> Path | KernelUnavailable:
-    """Return the library for this machine, building it when there is no undamaged one in the cache.
+    """Return the library compiled for this machine, building it when there is no undamaged one in the cache.
 
     A build takes some seconds, prints one line before and one after to stderr, and blocks a second process that wants
     the same library until it is there. One that takes longer than `patience_s` goes on by itself, for the next start.
@@ -149,14 +168,14 @@ def _build(
         if not force and _flaw(target) is None:
             return target
         files.sweep(target)
-        _announce(f"building native kernels with {compiler[1]} (once)")
+        announce(f"building native kernels with {compiler[1]} (once)")
         extent = "all" if every_instruction_set else "best"
         scratch = target.with_name(f"{files.SCRATCH}{target.name}")
         job = [str(_SOURCE_DIR), str(scratch), str(target), extent, *compiler[0]]
         failure = _run(job, lock, started + patience_s)
         if failure is not None:
             return KernelUnavailable(failure)
-        _announce(f"native kernels built in {time.monotonic() - started:.1f} s: {target}")
+        announce(f"native kernels built in {time.monotonic() - started:.1f} s: {target}")
         return target
     finally:
         lock.release()
@@ -181,7 +200,7 @@ def _run(job: list[str], lock: files.Lock, deadline: float) -> str | None:
             output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             message = "building the native kernels takes long here; it goes on by itself, for the next start"
-            _announce(message)
+            announce(message)
             return message
     try:
         failure: str | None = json.loads(output)
@@ -190,7 +209,8 @@ def _run(job: list[str], lock: files.Lock, deadline: float) -> str | None:
     return failure and f"building the native kernels failed: {failure}"
 
 
-def _announce(message: str) -> None:
+def announce(message: str) -> None:
+    """Say something about the kernels on stderr, and in the log."""
     # Ten silent seconds look like a hang, and most programs do not show INFO records.
     sys.stderr.write(f"aiocb: {message}\n")
     sys.stderr.flush()

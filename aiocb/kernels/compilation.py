@@ -1,6 +1,7 @@
-"""Compiling the native kernels, as `python compilation.py SOURCES SCRATCH TARGET best|all COMPILER...`.
+"""Compiling the native kernels, as `python compilation.py SOURCES SCRATCH TARGET best|all|package COMPILER...`.
 
-SCRATCH is a folder to be, on the file system of TARGET. Nothing of aiocb is imported. The process leaves the one that
+SCRATCH is a folder to be, on the file system of TARGET. Nothing of aiocb is imported, so that the build of a wheel can
+use this file too. The process leaves the one that
 started it, so that a build which outlives its starter's patience goes on and is there at the next start. It inherits
 the lock on its target, which ends with it. It writes the reason of a failure, or null.
 """
@@ -8,6 +9,7 @@ the lock on its target, which ends with it. It writes the reason of a failure, o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -20,7 +22,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["chosen_sets", "processor_features", "stamp"]
+__all__ = ["chosen_sets", "compile_library", "library_name", "processor_features", "stamp", "target_machine"]
 
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w", "-O2")
 _ALIGNED = "-falign-functions=64"  # where the short loops lie in their cache lines is worth up to 4 %
@@ -34,6 +36,9 @@ _SETS = {
 }
 """Instruction sets and what each needs of a processor, the best first: they also take the longest to compile."""
 _SLOWER_ON = {"avx512bf16": "GenuineIntel"}  # than the next best, see is_worth_it in dispatch.cpp
+# A library that travels brings its C++ runtime along: its compiler's is newer than that of the machines it comes to.
+# What it does not use of that is left out, and nothing of it is seen by the other libraries of the process.
+_PACKAGE_LINK = ("-static-libstdc++", "-Wl,--gc-sections", "-Wl,--exclude-libs,ALL", "-s")
 _LIMIT_S = 3600.0  # after which a compiler counts as hung
 
 
@@ -52,17 +57,42 @@ def processor_features() -> set[str] | None:
     return features or None
 
 
-def _set_names() -> tuple[str, ...]:
-    return tuple(_SETS) if platform.machine().lower() in ("x86_64", "amd64") else ("portable",)
+def target_machine(command: list[str]) -> str:
+    """The machine that a compiler compiles for, by the name that it has there.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it does not say.
+    """
+    done = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.strip().split("-")[0]
+
+
+def library_name(sources: Path, machine: str, features: Collection[str] | None) -> str:
+    """A library's name without its compiler: of the sources, how they are compiled, and the processor it is for.
+
+    Args:
+        sources: their folder.
+        machine: what `platform.machine()` says there.
+        features: of the processor; None for a library with every instruction set.
+    """
+    digest = hashlib.sha256()
+    for path in (Path(__file__), *(path for path in sorted(sources.iterdir()) if path.suffix in (".h", ".cpp"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    digest.update(repr((platform.system(), machine, None if features is None else sorted(features))).encode())
+    return f"aiocb-{digest.hexdigest()[:16]}"
+
+
+def _set_names(machine: str) -> tuple[str, ...]:
+    return tuple(_SETS) if machine.lower() in ("x86_64", "amd64") else ("portable",)
 
 
 def _flags(name: str) -> tuple[str, ...]:
     return (_ALIGNED, f"-DAIOCB_ISA={name}", *(f"-m{feature.replace('_', '')}" for feature in _SETS[name]))
 
 
-def chosen_sets(accepts: Callable[[tuple[str, ...]], bool], *, best_only: bool) -> list[str]:
+def chosen_sets(accepts: Callable[[tuple[str, ...]], bool], machine: str, *, best_only: bool) -> list[str]:
     """The instruction sets to build: all that the compiler knows, or of those the best one for this processor."""
-    known = (name for name in _set_names() if accepts(_flags(name)))
+    known = (name for name in _set_names(machine) if accepts(_flags(name)))
     features = processor_features() if best_only else None
     if features is None:
         return list(known)
@@ -70,9 +100,9 @@ def chosen_sets(accepts: Callable[[tuple[str, ...]], bool], *, best_only: bool) 
     return [next(usable, "portable")]
 
 
-def _units(sources: Path, sets: Collection[str]) -> dict[str, list[str]]:
+def _units(sources: Path, machine: str, sets: Collection[str]) -> dict[str, list[str]]:
     """The compiler's arguments for each object file; the dispatcher is told which instruction sets there are not."""
-    missing = [f"-DAIOCB_NO_{name.upper()}" for name in _set_names() if name not in sets]
+    missing = [f"-DAIOCB_NO_{name.upper()}" for name in _set_names(machine) if name not in sets]
     units = {path.stem: [path.name] for path in sorted(sources.glob("*.cpp"))}
     if "dispatch" in units:
         units["dispatch"] += missing
@@ -91,8 +121,16 @@ def stamp(library: Path) -> str:
     return f"{len(content)} {zlib.crc32(content):08x}"
 
 
-def _build(sources: Path, scratch: Path, target: Path, best_only: bool, command: list[str]) -> str | None:
-    """Compile, link, put in place; the reason when that fails."""
+def compile_library(sources: Path, scratch: Path, target: Path, extent: str, command: list[str]) -> str | None:
+    """Compile, link, put in place with its checksum beside it; the reason when that fails.
+
+    Args:
+        sources: their folder.
+        scratch: a folder to be, on the file system of `target`.
+        target: the library.
+        extent: "best" instruction set of this processor, "all" of them, or all of them in a "package" for others.
+        command: the compiler; one for other machines makes a package.
+    """
     deadline = time.monotonic() + _LIMIT_S
 
     def run(*arguments: str) -> str | None:
@@ -112,14 +150,16 @@ def _build(sources: Path, scratch: Path, target: Path, best_only: bool, command:
         return run(*flags, "-fsyntax-only", "-x", "c++", os.devnull) is None
 
     try:
+        machine = target_machine(command) if extent == "package" else platform.machine()
         scratch.mkdir()
-        units = _units(sources, chosen_sets(accepts, best_only=best_only))
+        units = _units(sources, machine, chosen_sets(accepts, machine, best_only=extent == "best"))
         objects = {name: str(scratch / f"{name}.o") for name in units}
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as executor:
             done = executor.map(lambda name: run(*_COMMON, *units[name], "-c", "-o", objects[name]), units)
             failures = [message for message in done if message]
         library, note = scratch / "library.so", scratch / "stamp"
-        failure = failures[0] if failures else run("-shared", "-pthread", "-o", str(library), *objects.values())
+        link = ("-shared", "-pthread", *(_PACKAGE_LINK if extent == "package" and sys.platform == "linux" else ()))
+        failure = failures[0] if failures else run(*link, "-o", str(library), *objects.values())
         if failure is None:
             # Between the two renames the stamp is that of another library: it is then built once more.
             note.write_text(stamp(library), encoding="ascii")
@@ -135,7 +175,7 @@ def _build(sources: Path, scratch: Path, target: Path, best_only: bool, command:
 def _main(sources: str, scratch: str, target: str, extent: str, *command: str) -> None:
     if os.fork():
         os._exit(0)  # the starter has nobody to wait for; the output's end tells it that the build is over
-    failure = _build(Path(sources), Path(scratch), Path(target), extent == "best", list(command))
+    failure = compile_library(Path(sources), Path(scratch), Path(target), extent, list(command))
     with contextlib.suppress(OSError):  # nobody waits any more
         sys.stdout.write(json.dumps(failure))
         sys.stdout.flush()

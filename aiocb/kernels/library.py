@@ -9,11 +9,12 @@ Shape legend: T tokens of the step, R requests, H query heads, K key/value heads
 from __future__ import annotations
 
 import ctypes
+import functools
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiocb.kernels.build import KernelUnavailable, find_or_build
+from aiocb.kernels.build import PACKAGED_DIR, KernelUnavailable, announce, find_or_build, find_packaged
 from aiocb.kernels.formats import WeightFormat
 from aiocb.kernels.interface import (
     ERROR_BYTES,
@@ -53,13 +54,18 @@ class KernelError(RuntimeError):
 class Library:
     """The loaded shared library; stateless, shared by all models of the process.
 
+    Attributes:
+        path: its file.
+        origin: "packaged" or "compiled here".
+
     Raises:
         OSError, AttributeError: a file that is no such library.
         KernelError: a library that was built for another version of this file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, origin: str = "compiled here") -> None:
         self.path = path
+        self.origin = origin
         self.calls = ctypes.CDLL(str(path))
         self._check_layout()
         for name, signature in SIGNATURES.items():
@@ -297,12 +303,30 @@ class NativeModel(NativeHandle):
 
 
 def load(*, every_instruction_set: bool = False) -> Library | KernelUnavailable:
-    """Load the native library, building it on first use (some seconds, announced on stderr); see `find_or_build`."""
+    """Load the native library: the packaged one, which has every instruction set, else a compiled one.
+
+    That is built on first use (some seconds, announced on stderr); see `find_or_build`.
+    """
+    packaged = _load_packaged(PACKAGED_DIR)
+    if packaged is not None:
+        return packaged
     path = find_or_build(every_instruction_set=every_instruction_set)
-    if isinstance(path, KernelUnavailable):
-        return path
+    return path if isinstance(path, KernelUnavailable) else _open(path, "compiled here")
+
+
+@functools.cache  # what is wrong with it is said once; the file of a package does not change
+def _load_packaged(folder: Path) -> Library | None:
+    found = find_packaged(folder)
+    library = _open(found, "packaged") if isinstance(found, Path) else found
+    if isinstance(library, KernelUnavailable):
+        announce(f"the native kernels of the package are not used: {library.reason}")
+        return None
+    return library
+
+
+def _open(path: Path, origin: str) -> Library | KernelUnavailable:
     try:
-        library = Library(path)
+        library = Library(path, origin)
     except (OSError, AttributeError, KernelError) as error:
         return KernelUnavailable(f"the native library cannot be loaded: {error}")
     if library.instruction_set() is None:

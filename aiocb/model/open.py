@@ -7,6 +7,7 @@ a module ───────────────────────�
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from aiocb.step import Runner
 
 __all__ = ["open_model"]
+
+logger = logging.getLogger("aiocb")
 
 
 def open_model(request: ModelRequest) -> Opened:
@@ -84,9 +87,23 @@ def _built(plan: Candidate | Refusal) -> Runner | Refusal:
 
 def _opened(request: ModelRequest, material: Material, runner: Runner, why_not_native: str = "") -> Opened:
     kind = Choice("runner", "torch", why_not_native) if why_not_native else Choice("runner", "native", "the whole step")
-    choices = (*material.choices, kind, *runner.choices)
+    choices = (*material.choices, kind, *_library_choice(request, material), *runner.choices)
     model = material.module if why_not_native or not request.is_owned else None
     return Opened(runner, material.defaults, material.tokenizer, choices, model)
+
+
+def _library_choice(request: ModelRequest, material: Material) -> tuple[Choice, ...]:
+    """Where the native kernels came from; says once more, and louder, when there are none and torch has to do."""
+    is_on_cpu = material.module is None or material.module.device.type == "cpu"
+    if request.config.native is False or not is_on_cpu:
+        return ()
+    from aiocb.kernels import KernelUnavailable, load
+
+    library = load()
+    if not isinstance(library, KernelUnavailable):
+        return (Choice("library", library.origin, str(library.path)),)
+    logger.warning("plain torch runs the model, which is several times slower: %s", library.reason)
+    return (Choice("library", "none", library.reason),)
 
 
 def _kept(request: ModelRequest) -> Material | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -74,15 +75,10 @@ def knows_no_bf16(flags: tuple[str, ...]) -> bool:
     return "-mavx512bf16" not in flags
 
 
-@pytest.fixture
-def x86(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-
-
-def test_levels_that_the_compiler_does_not_know_are_left_out(x86: None) -> None:
-    kept = compilation.chosen_sets(knows_no_bf16, best_only=False)
+def test_levels_that_the_compiler_does_not_know_are_left_out() -> None:
+    kept = compilation.chosen_sets(knows_no_bf16, "x86_64", best_only=False)
     assert kept == ["avx512", "avx2", "portable"]
-    units = compilation._units(build._SOURCE_DIR, kept)
+    units = compilation._units(build._SOURCE_DIR, "x86_64", kept)
     assert units["dispatch"] == ["dispatch.cpp", "-DAIOCB_NO_AVX512BF16"]
     assert [name for name, arguments in units.items() if "instruction_set.cpp" in arguments] == kept
     assert units.keys() - kept == {path.stem for path in build._SOURCE_DIR.glob("*.cpp")} - {"instruction_set"}
@@ -104,23 +100,22 @@ AVX2, AVX512, BF16 = ({*compilation._SETS[name]} for name in ("avx2", "avx512", 
     ],
 )
 def test_a_first_use_builds_the_best_level_alone(
-    x86: None, features: set[str] | None, chosen: list[str], monkeypatch: pytest.MonkeyPatch
+    features: set[str] | None, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilation, "processor_features", lambda: features)
-    assert compilation.chosen_sets(knows_all, best_only=True) == chosen
-    assert compilation.chosen_sets(knows_all, best_only=False) == ["avx512bf16", "avx512", "avx2", "portable"]
+    assert compilation.chosen_sets(knows_all, "x86_64", best_only=True) == chosen
+    assert compilation.chosen_sets(knows_all, "x86_64", best_only=False) == ["avx512bf16", "avx512", "avx2", "portable"]
 
 
-def test_other_processors_have_the_portable_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+def test_other_processors_have_the_portable_level() -> None:
     for best_only in (True, False):
-        assert compilation.chosen_sets(knows_all, best_only=best_only) == ["portable"]
-    assert compilation._units(build._SOURCE_DIR, ["portable"])["dispatch"] == ["dispatch.cpp"]
+        assert compilation.chosen_sets(knows_all, "aarch64", best_only=best_only) == ["portable"]
+    assert compilation._units(build._SOURCE_DIR, "aarch64", ["portable"])["dispatch"] == ["dispatch.cpp"]
 
 
-def test_a_level_that_the_compiler_does_not_know_is_not_the_best(x86: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_that_the_compiler_does_not_know_is_not_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "processor_features", lambda: BF16)
-    assert compilation.chosen_sets(knows_no_bf16, best_only=True) == ["avx512"]
+    assert compilation.chosen_sets(knows_no_bf16, "x86_64", best_only=True) == ["avx512"]
 
 
 def test_a_library_without_a_level_for_this_processor_is_not_used(
@@ -133,7 +128,7 @@ def test_a_library_without_a_level_for_this_processor_is_not_used(
 
 
 def test_the_build_and_the_library_agree_on_the_best_level(library: Library) -> None:
-    assert library.instruction_set() in compilation.chosen_sets(knows_all, best_only=True)
+    assert library.instruction_set() in compilation.chosen_sets(knows_all, platform.machine(), best_only=True)
 
 
 def test_a_complete_library_serves_everybody(toy: Path) -> None:
