@@ -33,29 +33,31 @@ class Colours(BaseModel):
 
 
 async def main(url: str) -> tuple[str, str, Colours | None]:
-    client = AsyncOpenAI(base_url=url, api_key="none")
-    model = (await client.models.list()).data[0].id
     messages: Any = [{"role": "user", "content": "Is red a warm colour?"}]
+    async with AsyncOpenAI(base_url=url, api_key="none") as client:
+        model = (await client.models.list()).data[0].id
 
-    text = ""
-    async with client.chat.completions.stream(model=model, messages=messages, max_tokens=40) as stream:
-        async for event in stream:
-            if event.type == "content.delta":
-                text += event.delta
+        text = ""
+        async with client.chat.completions.stream(model=model, messages=messages, max_tokens=40) as stream:
+            async for event in stream:
+                if event.type == "content.delta":
+                    text += event.delta
 
-    forced = await client.chat.completions.create(
-        model=model,
-        messages=messages,
-        tools=[WEATHER],
-        tool_choice="required",
-        parallel_tool_calls=False,
-        max_tokens=80,
-    )
-    calls = forced.choices[0].message.tool_calls or []
-    call: Any = calls[0].function
+        forced = await client.chat.completions.create(
+            model=model,
+            messages=messages,
+            tools=[WEATHER],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            max_tokens=80,
+        )
+        calls = forced.choices[0].message.tool_calls or []
+        call: Any = calls[0].function
 
-    parsed = await client.chat.completions.parse(model=model, messages=messages, response_format=Colours, max_tokens=40)
-    return text, f"{call.name}({call.arguments})", parsed.choices[0].message.parsed
+        parsed = await client.chat.completions.parse(
+            model=model, messages=messages, response_format=Colours, max_tokens=40
+        )
+        return text, f"{call.name}({call.arguments})", parsed.choices[0].message.parsed
 
 
 if __name__ == "__main__":
