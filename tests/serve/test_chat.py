@@ -183,6 +183,20 @@ async def test_roles_and_parts_that_templates_do_not_know() -> None:
         assert prompts[-1].startswith("<|system|>first\n\nsecond<|end|><|user|>ab<|end|><|assistant|><|end|>")
 
 
+async def test_an_answer_can_be_continued() -> None:
+    prompts: list[str] = []
+
+    def reply(prompt: str) -> str:
+        prompts.append(prompt)
+        return " and more"
+
+    async with serving(fake_engine(reply=reply)) as served:
+        messages = [*MESSAGES, {"role": "assistant", "content": "Once"}]
+        answer = await served.chat(messages=messages, continue_final_message=True)
+        assert prompts[-1].endswith("<|assistant|>Once")
+        assert answer.json()["choices"][0]["message"]["content"] == " and more"
+
+
 async def test_the_name_of_the_model_is_echoed_or_refused() -> None:
     async with serving(served_model_name=("big", "small")) as served:
         for name in ("big", "small"):
