@@ -583,6 +583,29 @@ class TestReload:
         with pytest.raises(ConfigError, match="build a new engine"):
             runner.reload_weights()
 
+    def test_fewer_positions_are_refused(self) -> None:
+        model: Any = tiny("gpt2")
+        runner = build(model, native=False)
+        runner.reload_weights()
+        model.config.max_position_embeddings = 32
+        with pytest.raises(ConfigError, match="32 tokens now"):
+            runner.reload_weights()
+
+
+def test_what_has_failed_on_the_way_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from aiocb.model.eager import adapter
+
+    run_dry = adapter.ModelAdapter._dry_run
+
+    def fails(self: Any, positions: Any = None, attention: Any = None, *arguments: Any, **options: Any) -> Any:
+        if attention is None:
+            raise KeyError("an odd layer")
+        return run_dry(self, positions, attention, *arguments, **options)
+
+    monkeypatch.setattr(adapter.ModelAdapter, "_dry_run", fails)
+    with pytest.raises(ConfigError, match="an odd layer"):
+        adapter.ModelAdapter(tiny("llama"))
+
 
 def test_a_view_shares_weights_and_little_else() -> None:
     model: Any = tiny("llama")

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from aiocb.attention.base import AttentionBackend, LayerSpec
 from aiocb.config import Choice
 from aiocb.errors import ConfigError
+from aiocb.errors import explain as explain_error
 from aiocb.model.eager.batch import pack
 from aiocb.model.eager.cache import cache_for
 from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
@@ -126,6 +127,7 @@ class ModelAdapter:
         self.device: torch.device = model.device
         self._counts_by_cache = False
         self.length_bound = sequence_bound(text_config(model))
+        self._failures: list[str] = []
         self.switch: LengthSwitch | None = None
         self._lengths: Lengths | None = None
         try:
@@ -185,7 +187,7 @@ class ModelAdapter:
             tried = self._try_dry_run()
         if tried is None:
             self._dry_run(attention=PROBE_NAME)  # may say why
-            raise NotPlainError("it works on its attention mask by itself")
+            raise NotPlainError(f"it works on its attention mask by itself{self._tries}")
         recorder, logits = tried
         self.dtype: torch.dtype = recorder.dtype or self.view.model.dtype
         self.states: dict[StateKey, StateSpec] = dict(sorted(recorder.states.items()))
@@ -214,7 +216,8 @@ class ModelAdapter:
         self._attention = SPLIT_NAME
         try:
             watches = self._watch()
-        except Exception:  # another reason why it cannot be run, which others may name
+        except Exception as error:  # another reason why it cannot be run, which others may name
+            self._failures.append(f"in parts: {explain_error(error)}")
             watches = None
         if watches is None or watches[0].surveyor.has_own_code or not watches[0].surveyor.reasons:
             self._attention = ATTENTION_NAME
@@ -295,7 +298,7 @@ class ModelAdapter:
             if tried is not None:
                 break
         else:
-            raise NotPlainError("its dry run failed at every position but the first ones")
+            raise NotPlainError(f"its dry run failed at every position but the first ones{self._tries}")
         counted = self._dry_run(positions, past=far)[1]
         if torch.allclose(tried[1], counted, rtol=0.0, atol=0.0, equal_nan=True):
             return
@@ -311,8 +314,14 @@ class ModelAdapter:
             return self._dry_run(positions, attention)
         except NotPlainError:
             raise
-        except Exception:
+        except Exception as error:
+            self._failures.append(f"a dry run: {explain_error(error)}")
             return None
+
+    @property
+    def _tries(self) -> str:
+        """What has failed on the way, for a refusal: what was tried last says most."""
+        return f" ({self._failures[-1][:300]})" if self._failures else ""
 
     def _dry_run(
         self,

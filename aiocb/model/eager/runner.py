@@ -287,6 +287,9 @@ class TorchRunner(ImmediateRunner):
         fixed = "specs", "states", "switch", "dtype", "vocab_size"
         if any(getattr(adapter, name) != getattr(before, name) for name in fixed):
             raise ConfigError("the model's layers are not what they were; build a new engine for it")
+        if adapter.length_bound[0] < before.length_bound[0]:
+            (bound, reason), (was, _) = adapter.length_bound, before.length_bound
+            raise ConfigError(f"the model takes {bound} tokens now ({reason}), not {was}: build a new engine for it")
         adapter.scans, adapter.why_split = before.scans, before.why_split
         self._adapter = adapter
         if self._linears is not None:

@@ -22,9 +22,10 @@ from aiocb.step import CacheGroup, CacheLayout, StateLayout
 __all__ = ["choose_states", "layout_without_keys"]
 
 GPU_REQUESTS = 256
-CPU_MAX_BYTES = 1 << 30
-CPU_SHARE = 0.125
-GPU_SHARE = 0.25
+# Of states; keys and values have shares of their own (`model/kv.py`).
+STATES_CPU_MAX_BYTES = 1 << 30
+STATES_CPU_SHARE = 0.125
+STATES_GPU_SHARE = 0.25
 SNAPSHOTS_PER_REQUEST = 16
 """At most, where states are small: more would hardly be found again before they are reused."""
 MIN_INTERVAL = 256
@@ -118,7 +119,7 @@ def _budget(config: EngineConfig, device: torch.device) -> tuple[int, str]:
     if config.max_state_memory is not None:
         return int(config.max_state_memory * (1 << 30)), f"max_state_memory={config.max_state_memory:g}"
     free, is_lent = free_memory(device), device.type in LENDING
-    share = GPU_SHARE if is_lent else CPU_SHARE
-    if not is_lent and int(free * share) > CPU_MAX_BYTES:
-        return CPU_MAX_BYTES, f"bounded by {format_size(CPU_MAX_BYTES)}"
+    share = STATES_GPU_SHARE if is_lent else STATES_CPU_SHARE
+    if not is_lent and int(free * share) > STATES_CPU_MAX_BYTES:
+        return STATES_CPU_MAX_BYTES, f"bounded by {format_size(STATES_CPU_MAX_BYTES)}"
     return int(free * share), f"bounded by {share:.0%} of {format_size(free)} free memory"
