@@ -2,7 +2,7 @@
 
 import { ServerError, getJSON, setKey, streamChat } from "./api.js";
 import { Growing, render } from "./markdown.js";
-import { DEFAULTS, loadChats, loadSettings, newChat, saveChats, saveSettings } from "./store.js";
+import { CHATS, DEFAULTS, loadChats, loadSettings, newChat, saveChats, saveSettings } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
 const EXAMPLES = [
@@ -18,6 +18,7 @@ let chats = loadChats();
 let chat = chats[0] ?? newChat(settings.system);
 let running = null; // {controller, count}
 let sticky = true;
+const forgotten = new Set(); // deleted here, whatever another tab still has
 
 // ── drawing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,9 +132,17 @@ function keep() {
       answers: turn.answers.map(({ node, growing, working, ...answer }) => answer),
     })),
   }));
-  saveChats(plain);
+  saveChats(plain, forgotten);
   drawList();
 }
+
+// Another tab has written: its chats are shown here, too; the open one stays as it is.
+addEventListener("storage", (event) => {
+  if (event.key !== CHATS) return;
+  const theirs = loadChats().filter((each) => each.id !== chat.id && !forgotten.has(each.id));
+  chats = [...(chats.includes(chat) ? [chat] : []), ...theirs];
+  drawList();
+});
 
 function switchTo(other) {
   stop();
@@ -145,6 +154,7 @@ function switchTo(other) {
 }
 
 function forget(other) {
+  forgotten.add(other.id);
   chats = chats.filter((each) => each !== other);
   if (other === chat) {
     stop();
@@ -157,10 +167,12 @@ function forget(other) {
 function messagesUpTo(turn) {
   const messages = chat.system ? [{ role: "system", content: chat.system }] : [];
   for (const each of chat.turns) {
+    const answer = each.answers[each.picked ?? 0];
+    // A question without an answer is left out: templates want turns to alternate.
+    if (each !== turn && !answer?.text) continue;
     messages.push({ role: "user", content: each.user });
     if (each === turn) break;
-    const answer = each.answers[each.picked ?? 0];
-    if (answer?.text) messages.push({ role: "assistant", content: answer.text });
+    messages.push({ role: "assistant", content: answer.text });
   }
   return messages;
 }
@@ -252,6 +264,8 @@ async function answerOne(turn, answer, messages, signal) {
   const growing = new Growing(answer.node.querySelector(".text"));
   const started = performance.now();
   let firstAt = 0;
+  let drawnAt = 0;
+  let pieces = 0;
   answer.working = true;
   drawFoot(turn, answer, index);
   try {
@@ -267,6 +281,15 @@ async function answerOne(turn, answer, messages, signal) {
       if (piece.content) {
         answer.text += piece.content;
         growing.add(piece.content);
+      }
+      if (piece.content || piece.reasoning) {
+        pieces += 1; // of a token or a few: the counts come at the end
+        const now = performance.now();
+        if (now - drawnAt > 250) {
+          drawnAt = now;
+          answer.speed = pieces > 1 ? ((pieces - 1) * 1000) / (now - firstAt) : 0;
+          drawFoot(turn, answer, index);
+        }
       }
       if (piece.reason) answer.reason = piece.reason;
       if (piece.usage) {
@@ -302,7 +325,9 @@ function stop() {
 
 // ── the server ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
+let timer = 0;
 async function look() {
+  clearTimeout(timer);
   let wait = 2000;
   try {
     const health = await getJSON("health");
@@ -325,13 +350,15 @@ async function look() {
   } catch (error) {
     if (error instanceof ServerError && error.status === 401) {
       wait = 10000;
-      askForKey();
+      if (!declined) askForKey();
+      banner("This server asks for a key.");
     } else {
       $("dot").dataset.state = "away";
       banner("The server cannot be reached. Trying again …");
     }
   }
-  setTimeout(look, document.hidden ? 10000 : wait);
+  clearTimeout(timer); // one look at a time, however often it was asked for
+  timer = setTimeout(look, document.hidden ? 10000 : wait);
 }
 
 const percent = (share) => `${Math.round(share * 100)} %`;
@@ -351,6 +378,7 @@ function banner(text) {
 }
 
 let asking = false;
+let declined = false; // until something that the user does needs a key
 function askForKey() {
   if (asking || $("key").open) return;
   asking = true;
@@ -362,8 +390,11 @@ $("key-cancel").addEventListener("click", () => $("key").close("cancel"));
 $("key").addEventListener("close", () => {
   asking = false;
   if ($("key").returnValue === "ok") {
+    declined = false;
     setKey($("key-value").value.trim());
     look();
+  } else {
+    declined = true;
   }
 });
 

@@ -1,6 +1,6 @@
 // Conversations and settings, kept in this browser.
 
-const CHATS = "aiocb.chats";
+export const CHATS = "aiocb.chats";
 const SETTINGS = "aiocb.settings";
 const MOST = 200;
 
@@ -31,8 +31,11 @@ export function loadChats() {
   return Array.isArray(chats) ? chats.filter((chat) => chat && Array.isArray(chat.turns)) : [];
 }
 
-export function saveChats(chats) {
-  let kept = chats.slice(0, MOST);
+// Adds what another tab has written meanwhile.
+export function saveChats(chats, forgotten) {
+  const known = new Set([...chats.map((chat) => chat.id), ...forgotten]);
+  const theirs = loadChats().filter((chat) => !known.has(chat.id));
+  let kept = [...chats, ...theirs].slice(0, MOST);
   while (!write(CHATS, kept) && kept.length > 1) kept = kept.slice(0, Math.floor(kept.length / 2));
 }
 
