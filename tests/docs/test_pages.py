@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -184,3 +185,19 @@ def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", *arguments, str(DOCS), str(tmp_path / "html")]
     built = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     assert built.returncode == 0, built.stderr
+
+
+def test_every_command_and_option_is_on_a_page() -> None:
+    import typer
+
+    from aiocb.cli.app import app
+
+    shown = "".join(map(read, GUIDES))
+    commands: Any = typer.main.get_command(app)
+    for name, command in commands.commands.items():
+        assert f"aiocb {name}" in shown
+        if name == "bench":
+            continue
+        for parameter in command.params:
+            options = [option for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
+            assert not options or any(option in shown for option in options), (name, options)
