@@ -36,6 +36,10 @@ __all__ = ["LoopBridge", "Mailbox", "Signal", "Withdrawn", "fail", "resolve"]
 
 T = TypeVar("T")
 
+_MAX_WOKEN = 64
+"""Readers that are woken in one pass of the loop. All of a step at once would let nothing else run before the last of
+them has: milliseconds, where each writes to a socket."""
+
 
 class Withdrawn(Exception):
     """A stream was closed while it was being submitted (internal)."""
@@ -219,7 +223,10 @@ class LoopBridge:
                     batch = receive.receive_nowait()
                 except anyio.WouldBlock:
                     batch = await receive.receive()
-                self._deliver(batch)
+                self._deliver(batch[:_MAX_WOKEN])
+                for start in range(_MAX_WOKEN, len(batch), _MAX_WOKEN):
+                    await asyncio.sleep(0)
+                    self._deliver(batch[start : start + _MAX_WOKEN])
         finally:
             self._undispatch()
 

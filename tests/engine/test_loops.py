@@ -479,3 +479,35 @@ def test_a_loop_that_was_interrupted_goes_on(
         loop.run_until_complete(asyncio.sleep(0))
     finally:
         loop.close()
+
+
+async def test_a_step_wakes_its_readers_in_parts() -> None:
+    """Whatever else is due runs between them."""
+    async with running(is_open=False) as setup:
+        passes = 0
+        is_counting = True
+        woken: dict[int, int] = {}
+
+        def count() -> None:
+            nonlocal passes
+            passes += 1
+            if is_counting:
+                asyncio.get_running_loop().call_soon(count)
+
+        async def read(number: int) -> None:
+            async with setup.endless([number + 1, 2]) as stream:
+                async for _ in stream:
+                    woken[passes] = woken.get(passes, 0) + 1
+
+        readers = [asyncio.create_task(read(number)) for number in range(200)]
+        await setup.gate.held()
+        count()
+        while sum(woken.values()) < 1000:
+            await setup.gate.step()
+            await asyncio.sleep(0)
+        is_counting = False
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        assert setup.runner.max_requests > 100
+        assert 32 < max(woken.values()) <= 64
