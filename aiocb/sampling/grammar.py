@@ -34,6 +34,7 @@ from aiocb.structure import Structure, walk
 __all__ = ["Compiler", "Grammar", "Matcher", "apply_masks"]
 
 _MAX_KEPT_BYTES = 64 << 20
+_MAX_KEPT_IDS = 1 << 20  # of the masks of one structure: 8 MiB
 _BYTES_PER_CHARACTER = 100  # what a compiled grammar takes, roughly, by the length of its source
 _BYTES_PER_GRAMMAR = 200_000
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -50,13 +51,14 @@ class Grammar:
         structure: what it was made from.
     """
 
-    __slots__ = ("_end_ids", "_initial", "_lock", "structure", "vocab_size")
+    __slots__ = ("_end_ids", "_initial", "_lock", "_masks", "structure", "vocab_size")
 
     def __init__(self, structure: Structure, initial: Any, vocab_size: int, end_ids: Collection[int]) -> None:
         self.structure = structure
         self.vocab_size = vocab_size
         self._initial = initial
-        self._end_ids = np.array(sorted(end_ids), dtype=np.int64)
+        self._end_ids = frozenset(end_ids)
+        self._masks = Masks()
         self._lock = threading.Lock()
 
     def matcher(self, end_ids: Collection[int]) -> Matcher:
@@ -66,10 +68,58 @@ class Grammar:
             end_ids: tokens that may end this request's output once the structure is complete.
         """
         with self._lock:
-            return Matcher(self._initial.deep_copy(), self._end_ids, np.array(sorted(end_ids), dtype=np.int64))
+            return Matcher(self._initial.deep_copy(), self._end_ids, frozenset(end_ids), self._masks)
 
     def __repr__(self) -> str:
         return f"<Grammar {self.structure.kind} of {len(self.structure.text)} characters>"
+
+
+class Masks:
+    """The masks of one structure, as the ids that they allow or forbid. Worker thread only.
+
+    Outputs of one structure meet the same few masks (within a text, behind a number) again and again; to read one costs
+    more than to look it up.
+    """
+
+    __slots__ = ("_known", "_num_ids")
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[bool, np.ndarray[Any, Any]]] = {}
+        self._num_ids = 0
+
+    def apply(self, row: np.ndarray[Any, Any], bits: np.ndarray[Any, Any]) -> None:
+        """Forbid what is not set.
+
+        Args:
+            row: [V] float32; changed.
+            bits: [W] int32
+        """
+        key = bits.tobytes()
+        found = self._known.get(key)
+        if found is None:
+            found = self._read(bits, len(row))
+            if self._num_ids + len(found[1]) > _MAX_KEPT_IDS:
+                self._known.clear()
+                self._num_ids = 0
+            self._known[key] = found
+            self._num_ids += len(found[1]) + len(bits)
+        allows, ids = found
+        if allows:
+            kept = row[ids]
+            row.fill(-np.inf)
+            row[ids] = kept
+        else:
+            row[ids] = -np.inf
+
+    @staticmethod
+    def _read(bits: np.ndarray[Any, Any], vocab_size: int) -> tuple[bool, np.ndarray[Any, Any]]:
+        """What a mask allows, or else what it forbids: whichever is less to write."""
+        words = np.flatnonzero(bits)
+        if 2 * len(words) < len(bits):
+            return True, _ids_of(bits, words)
+        flipped = ~bits
+        ids = _ids_of(flipped, np.flatnonzero(flipped))
+        return False, ids[ids < vocab_size]
 
 
 class Matcher:
@@ -77,15 +127,18 @@ class Matcher:
 
     Attributes:
         is_complete: nothing can follow: the structure is whole.
+        masks: those that outputs of the same structure have met.
         num_taken: tokens of the output that it has been told.
     """
 
-    __slots__ = ("_end_ids", "_matcher", "_model_end_ids", "is_complete", "num_taken")
+    __slots__ = ("_end_ids", "_matcher", "_moved_ends", "is_complete", "masks", "num_taken")
 
-    def __init__(self, matcher: Any, model_end_ids: np.ndarray[Any, Any], end_ids: np.ndarray[Any, Any]) -> None:
+    def __init__(self, matcher: Any, model_end_ids: frozenset[int], end_ids: frozenset[int], masks: Masks) -> None:
         self._matcher = matcher
-        self._model_end_ids = model_end_ids
         self._end_ids = end_ids
+        # The library allows the model's own ends where the structure is whole: those of a request may be others.
+        self._moved_ends = None if end_ids == model_end_ids else (_ids(model_end_ids), _ids(end_ids))
+        self.masks = masks
         self.is_complete = False
         self.num_taken = 0
 
@@ -116,10 +169,11 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
             raise RequestFailed(f"the output cannot be followed any more: {self._reason()}")
-        # The request's own ways to end, in place of the model's.
-        _set(bits, self._model_end_ids, False)
-        if self._matcher.is_accepting():
-            _set(bits, self._end_ids, True)
+        if self._moved_ends is not None:
+            theirs, own = self._moved_ends
+            _set(bits, theirs, False)
+            if self._matcher.is_accepting():
+                _set(bits, own, True)
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that have to follow, each the only one that may; not one that completes the structure.
@@ -137,6 +191,10 @@ class Matcher:
         if self.is_complete:
             return "it was complete"
         return " ".join(str(self._matcher.get_error() or self._matcher.stop_reason()).partition("<state>")[0].split())
+
+
+def _ids(values: Collection[int]) -> np.ndarray[Any, Any]:
+    return np.array(sorted(values), dtype=np.int64)
 
 
 def _set(bits: np.ndarray[Any, Any], ids: np.ndarray[Any, Any], value: bool) -> None:
@@ -168,33 +226,14 @@ def apply_masks(logits: Tensor, rows: Sequence[int], matchers: Sequence[Matcher]
             bits[at] = -1
     if logits.device.type == "cpu":
         values = logits.numpy()
-        for row, mask in zip(rows, bits, strict=True):
-            _apply(values[row], mask)
+        for row, matcher, mask in zip(rows, matchers, bits, strict=True):
+            matcher.masks.apply(values[row], mask)
         return failures
     banned = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
     index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     forbidden = torch.from_numpy(banned.view(np.bool_)).to(logits.device)  # [N, V]
     logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)
     return failures
-
-
-def _apply(row: np.ndarray[Any, Any], bits: np.ndarray[Any, Any]) -> None:
-    """Forbid what is not set. Masks allow nearly everything (in a text) or nearly nothing: only what differs is read.
-
-    Args:
-        row: [V] float32; changed.
-        bits: [W] int32
-    """
-    words = np.flatnonzero(bits)
-    if 2 * len(words) < len(bits):
-        ids = _ids_of(bits, words)
-        kept = row[ids]
-        row.fill(-np.inf)
-        row[ids] = kept
-    else:
-        flipped = ~bits
-        ids = _ids_of(flipped, np.flatnonzero(flipped))
-        row[ids[ids < len(row)]] = -np.inf
 
 
 def _ids_of(bits: np.ndarray[Any, Any], words: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
