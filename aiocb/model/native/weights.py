@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.attention.base import KVFormat
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.formats import FORMATS, PANEL, WeightFormat
+from aiocb.kernels.formats import FORMATS, PANEL, WeightFormat, WeightSource
 from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig
 from aiocb.model.native.families import Experts, ModelDescription, Projection
 from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
@@ -99,7 +99,7 @@ def _pack_all(
         native.set_rope(index, _floats(frequencies), scaling)
     # A copy also lets go of the file mapping that all weights of a safetensors file share.
     embedding = d.embedding.detach().clone() if copy_embedding else d.embedding.detach().contiguous()
-    native.set_embedding(embedding.data_ptr(), embedding)
+    native.set_embedding(embedding.data_ptr(), WeightSource.of(embedding.dtype), embedding)
     weight_format = _format(d) if quantization is None else FORMATS[quantization]
     _Packer(native, d, weight_format, {}).pack()
     if quantization is not None:
@@ -196,14 +196,14 @@ class _Packer:
             for weight, projection in zip(weights, projections, strict=True)
         ]
         join = _alternate if name.endswith("gate_up") and len(projections) == 2 else np.concatenate
-        source_format, tuning = _format(self._description), self._tuning(layer, name)
+        tuning = self._tuning(layer, name)
         self._native.set_linear(
             layer,
             name,
             join(addresses),
             weights[0].shape[1],
-            source_format=source_format,
-            weight_format=source_format if name == "router" else self._weight_format,
+            source=WeightSource.of(weights[0].dtype),
+            weight_format=_format(self._description) if name == "router" else self._weight_format,
             expert=expert,
             bias=None if all(projection.bias is None for projection in projections) else join(biases),
             input_scales=tuning.scales,
