@@ -136,7 +136,7 @@ SIGNATURES = {
     "aiocb_set_layer": "i piiiiif",
     "aiocb_set_rope": "i pipif",
     "aiocb_set_vector": "i piipi",
-    "aiocb_set_linear": "i piipiiiippp",
+    "aiocb_set_linear": "i piipiipippp",
     "aiocb_record_inputs": "i piip",
     "aiocb_set_embedding": "i ppi",
     "aiocb_set_group": "i piii",

@@ -296,7 +296,9 @@ struct FloatWeights {
     const int steps = linear.depth / F::kStep;
     for (int panel = first_panel; panel < last_panel; ++panel) {
       char* out = linear.data + panel * linear.panel_bytes;
-      if (F::kStep == 2 && args.source == kBf16Source) {  // the common case
+      bool is_copied = F::kStep == 2;  // the common case
+      for (int column = 0; column < kPanel; ++column) is_copied &= args.sources[panel * kPanel + column] == kBf16Source;
+      if (is_copied) {
         pack_pairs(args.rows + panel * kPanel, args.depth, steps, out);
         continue;
       }
@@ -305,7 +307,7 @@ struct FloatWeights {
         for (int k = 0; k < linear.depth; k += kInt8Group) {
           float values[kInt8Group] = {};
           const int count = args.depth - k < kInt8Group ? args.depth - k : kInt8Group;
-          if (row && count > 0) read_source(args.source, row, k, count, values);
+          if (row && count > 0) read_source(args.sources[panel * kPanel + column], row, k, count, values);
           for (int i = 0; i < kInt8Group && k + i < linear.depth; i += F::kStep) {
             E packed[F::kStep];
             for (int j = 0; j < F::kStep; ++j) from_float(values[i + j], packed + j);

@@ -375,13 +375,14 @@ struct GroupWeights {
     for (int panel = first_panel; panel < last_panel; ++panel) {
       for (int column = 0; column < kPanel; ++column) {
         const char* row = args.rows[panel * kPanel + column];
+        const int source = args.sources[panel * kPanel + column];
         char* out = linear.data + panel * linear.panel_bytes;
         for (int g = 0; g < groups; ++g, out += P::kGroupBytes) {
           const int first = g * kInt8Group;
           const int count = !row ? 0 : linear.depth - first < kInt8Group ? linear.depth - first : kInt8Group;
-          if (count == kInt8Group && !args.input_scales && P::take(args, row, g, out, column)) continue;
+          if (count == kInt8Group && !args.input_scales && P::take(source, row, g, out, column)) continue;
           alignas(64) float values[kInt8Group] = {}, importance[kInt8Group] = {};
-          if (count) read_source(args.source, row, first, count, values);
+          if (count) read_source(source, row, first, count, values);
           for (int i = 0; i < count; ++i) {
             if (args.input_scales) values[i] *= args.input_scales[first + i];
             if (args.importance) importance[i] = args.importance[first + i];

@@ -109,9 +109,9 @@ struct Int4Panel {
   }
 
   // Weights that are stored in four bits stay as they are.
-  static AIOCB_INLINE bool take(const PackArgs& args, const char* row, int g, char* group, int column) {
+  static AIOCB_INLINE bool take(int source, const char* row, int g, char* group, int column) {
     Nibbles nibbles;
-    if (!read_nibbles(args.source, row, g, &nibbles)) return false;
+    if (!read_nibbles(source, row, g, &nibbles)) return false;
     write(nibbles.q, nibbles.scale, nibbles.offset, group, column);
     return true;
   }

@@ -43,7 +43,7 @@ struct Int8Panel {
     AIOCB_UNROLL for (int v = 0; v < V; ++v) total[v] = fma(to_float(sums[v]), scales[v] * scale, total[v]);
   }
 
-  static bool take(const PackArgs&, const char*, int, char*, int) { return false; }
+  static bool take(int, const char*, int, char*, int) { return false; }
 
   static AIOCB_INLINE void pack(const float* values, const float* importance, char* group, int column) {
     F16 peaks = zero();

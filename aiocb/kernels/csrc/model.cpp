@@ -107,8 +107,10 @@ void set_linear(Handle* handle, int layer, int name, const char* const* rows, in
     throw Failure(kBadShape, "linear %ld of %ld columns, depth %ld", name, columns, args.depth);
   Experts* experts = !is_expert ? nullptr : handle->plain.layers[layer].experts;
   const int common = experts ? experts->format : -1;
-  if (args.depth % source_block(args.source).weights)
-    throw Failure(kBadShape, "linear %ld of depth %ld in blocks of %ld", name, args.depth, source_block(args.source).weights);
+  for (int column = 0; column < columns; ++column)
+    if (args.depth % source_block(args.sources[column]).weights)
+      throw Failure(kBadShape, "linear %ld of depth %ld in blocks of %ld", name, args.depth,
+                    source_block(args.sources[column]).weights);
   const WeightFormat& kind = handle->weight_format(format);
   if (!kind.row_bytes && kind.operand != handle->weight_format(c.format).operand)
     throw Failure(kBadShape, "linear %ld has format %ld, which does not take activations of format %ld", name, format,
@@ -217,14 +219,14 @@ AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int name, const float*
   });
 }
 
-// `rows[c]` is the source row of packed column c (null: zeros); `bias[c]` its bias. Where rows are quantised, `input_scales`
+// `rows[c]` is the source row of packed column c (null: zeros), stored as `sources[c]`; `bias[c]` its bias. Where rows are quantised, `input_scales`
 // multiply the weight along k, and `importance` weighs its errors (null: none). The sources can be freed afterwards.
 AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int name, const char* const* rows, int columns, int depth,
-                               int source, int format, const float* bias, const float* input_scales,
-                               const float* importance) {
+                               const int32_t* sources, int format, const float* bias,
+                               const float* input_scales, const float* importance) {
   return guarded(handle, [&] {
     handle->is_complete = false;
-    set_linear(handle, layer, name, rows, columns, format, {nullptr, source, depth, input_scales, importance},
+    set_linear(handle, layer, name, rows, columns, format, {nullptr, sources, depth, input_scales, importance},
                bias);
   });
 }

@@ -178,7 +178,8 @@ struct Model {
 
 struct PackArgs {
   const char* const* rows;        // [panels * 64] source row of each packed column, null: zeros
-  int32_t source, depth;
+  const int32_t* sources;         // [panels * 64] what each is stored as
+  int32_t depth;
   const float* input_scales;      // [depth] factors of the weight along k, or null (where rows are quantised only)
   const float* importance;        // [depth] of the channels along k, or null: scales are not searched (ditto)
 };
