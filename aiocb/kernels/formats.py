@@ -90,7 +90,8 @@ class WeightSource(NamedTuple):
 
 _NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _BLOCKS = {
-    "F32": (1, 4), "BF16": (1, 2), "F16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
-    "Q8_0": (32, 34), "IQ4_NL": (32, 18), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "F32": (1, 4), "BF16": (1, 2), "F16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
+    "Q5_1": (32, 24), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "Q4_K": (256, 144), "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
 }  # fmt: skip
 SOURCES = {name: WeightSource(name, code, *block) for code, (name, block) in enumerate(_BLOCKS.items())}

@@ -220,9 +220,9 @@ class NativeModel(NativeHandle):
     ) -> None:
         """Pack a weight given by the address of the source row of every packed column (0: a zero column).
 
-        `source` is what they are stored as, all or each (its code, [N]); they are read during the call only. `bias` is [N] in packed order. A format that quantises multiplies the
-        weight by `input_scales` [depth] before, and weighs its errors by `importance` [depth]. `expert` counts for
-        the names that begin with it.
+        `source` is what they are stored as, all or each (its code, [N]); they are read during the call only. `bias` is
+        [N] in packed order. A format that quantises multiplies the weight by `input_scales` [depth] before, and weighs
+        its errors by `importance` [depth]. `expert` counts for the names that begin with it.
 
         Raises:
             KernelError: a shape that the model's configuration does not have.

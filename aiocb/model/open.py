@@ -142,7 +142,7 @@ def _kept(request: ModelRequest) -> Material | None:
 
 
 def _stored(request: ModelRequest) -> Material | Refusal | None:
-    """A GGUF file as it is; None where the model is none or something else was asked for, or why it has to be converted."""
+    """A GGUF file as it is; None where it is none or more was asked for, or why it has to be converted."""
     config = request.config
     if request.model is not None or request.options or request.quantization is not None:
         return None

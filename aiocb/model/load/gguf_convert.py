@@ -20,7 +20,7 @@ from aiocb.model.load.gguf_file import GgufFile, read_gguf
 from aiocb.model.load.gguf_keys import amend_config, check_keys, frequency_factors, generation_values, is_unused
 from aiocb.model.load.gguf_tokenizer import build_tokenizer, wrong_sample
 
-__all__ = ["convert", "read_config", "set_frequencies", "stray_tensors", "write_small"]
+__all__ = ["convert", "read_config", "set_frequencies", "stray_tensors", "watched", "write_small"]
 
 _FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
@@ -64,7 +64,7 @@ def read_config(file: GgufFile) -> Any:
 
     options: dict[str, Any] = {"gguf_file": file.path.name}
     try:
-        with _watched():
+        with watched():
             config = AutoConfig.from_pretrained(str(file.path.parent), **options)
             amend_config(config, file)
     except ConfigError:
@@ -90,9 +90,10 @@ def write_small(file: GgufFile, config: Any, folder: Path) -> None:
 
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    auto: Any = AutoModelForCausalLM
+    config.architectures = [auto._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
-    generation = GenerationConfig.from_model_config(config)
+    generation: Any = GenerationConfig.from_model_config(config)
     generation.update(**generation_values(file))
     generation.save_pretrained(folder)
     build_tokenizer(file).save_pretrained(folder)
@@ -107,7 +108,7 @@ def _dequantised(file: GgufFile, dtype: torch.dtype) -> Any:
 
     options: dict[str, Any] = {"gguf_file": file.path.name}
     auto: Any = AutoModelForCausalLM
-    with _watched() as names:
+    with watched() as names:
         config = AutoConfig.from_pretrained(str(file.path.parent), **options)
         amend_config(config, file)
         model, report = auto.from_pretrained(
@@ -132,7 +133,7 @@ def _dequantised(file: GgufFile, dtype: torch.dtype) -> Any:
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[Mapping[str, str]]:
+def watched() -> Iterator[Mapping[str, str]]:
     """Inside, transformers draws no progress bar, and does not read the file twice and its tables 400 times.
 
     Yields which tensors of the file it has names for, filled as it goes; empty where it reports unused ones itself.

@@ -25,7 +25,7 @@ from aiocb import files
 from aiocb.errors import ConfigError
 from aiocb.kernels.formats import SOURCES
 from aiocb.model.load.gguf import GgufModel, Progress
-from aiocb.model.load.gguf_convert import read_config, set_frequencies, stray_tensors, write_small
+from aiocb.model.load.gguf_convert import read_config, set_frequencies, stray_tensors, watched, write_small
 from aiocb.model.load.gguf_file import GgufFile, TensorInfo, read_gguf
 from aiocb.model.load.gguf_keys import check_keys
 from aiocb.model.load.problems import explained
@@ -117,11 +117,11 @@ class StoredModel:
 
         raw = self._maps[matrix.file.path].array(matrix.info)
         rows = raw[first : first + count] if matrix.order is None else raw[matrix.order[first : first + count]]
-        return np.ascontiguousarray(dequantize(rows, matrix.info.kind), np.float32)
+        return np.array(dequantize(rows, matrix.info.kind), np.float32)
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 class _Mapped:
@@ -178,7 +178,6 @@ def _make_small(folder: Path, file: GgufFile, progress: Progress) -> None:
 def _described(file: GgufFile, tensors: Mapping[str, tuple[GgufFile, TensorInfo]], folder: Path) -> StoredModel:
     import transformers
     from transformers import AutoConfig, GenerationConfig
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(folder)
@@ -190,25 +189,37 @@ def _described(file: GgufFile, tensors: Mapping[str, tuple[GgufFile, TensorInfo]
     module.generation_config = GenerationConfig.from_pretrained(folder)
     _make_buffers(module, config)
     set_frequencies(module, file)
-    processor: Any = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
-    names: dict[str, str] = get_gguf_hf_weights_map(module, processor)
-    _refuse_strays(file, tensors, module, names)
+    processor, names = _conversion(file, module)
+    stray = stray_tensors(file, tensors, names)
+    if stray:
+        raise Unstorable(f"{type(module).__name__} has no place for {', '.join(sorted(stray)[:3])}")
     matrices: dict[str, _Stored] = {}
     for name, (part, info) in tensors.items():
         target = names.get(name)
         if target is None:
             continue
-        wanted = module.get_parameter(target)
         if len(info.shape) == 1:
             _set_vector(module, target, processor.process(_vector(part, name), name).weights)
         elif len(info.shape) == 2:
-            order = _order(processor, name, info.shape[0])
-            if tuple(wanted.shape) != info.shape:
-                raise Unstorable(f"{name} has the shape {info.shape}, its place {tuple(wanted.shape)}")
-            matrices[target] = _Stored(part, info, order)
+            wanted = tuple(module.get_parameter(target).shape)
+            if wanted != info.shape:
+                raise Unstorable(f"{name} has the shape {info.shape}, its place {wanted}")
+            matrices[target] = _Stored(part, info, _order(processor, name, info.shape[0]))
         else:
             raise Unstorable(f"{name} has {len(info.shape)} dimensions")
     return _checked(StoredModel(module, folder, matrices), set(matrices))
+
+
+def _conversion(file: GgufFile, module: Any) -> tuple[Any, dict[str, str]]:
+    """What transformers does to the tensors of such a file, and where it puts them."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    ways: Any = modeling_gguf_pytorch_utils
+    if not all(hasattr(ways, name) for name in ("TENSOR_PROCESSORS", "TensorProcessor", "get_gguf_hf_weights_map")):
+        raise Unstorable("this version of transformers reads such files in a way that is not known here")
+    processor = ways.TENSOR_PROCESSORS.get(file.architecture, ways.TensorProcessor)(config=module.config.to_dict())
+    with watched():
+        return processor, dict(ways.get_gguf_hf_weights_map(module, processor))
 
 
 def _checked(stored: StoredModel, matrices: set[str]) -> StoredModel:
@@ -218,12 +229,6 @@ def _checked(stored: StoredModel, matrices: set[str]) -> StoredModel:
         if tensor.is_meta and name not in matrices and name not in tied:
             raise Unstorable(f"{name} has no tensor of its own in the file")
     return stored
-
-
-def _refuse_strays(file: GgufFile, tensors: Mapping[str, Any], module: Any, names: Mapping[str, str]) -> None:
-    stray = stray_tensors(file, tensors, names)
-    if stray:
-        raise Unstorable(f"{type(module).__name__} has no place for {', '.join(sorted(stray)[:3])}")
 
 
 def _make_buffers(module: Any, config: Any) -> None:

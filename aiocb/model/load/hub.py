@@ -218,9 +218,9 @@ def load_stored(file: gguf.GgufModel, progress: Progress | None) -> LoadedFile |
     report("load", 1.0)
     kinds = ", ".join(f"{count} {kind}" for kind, count in stored.kinds.items())
     weights = Choice("weights", str(file.parts[0]), f"a GGUF file as it is: {kinds}")
-    return LoadedFile(
-        stored, tokenizer, (weights, Choice("dtype", "as stored", "of a GGUF file"), Choice("device", "cpu", ""))
-    )
+    dtype = Choice("dtype", "as stored", "weights in the file's own types, activations and cache in bfloat16")
+    _, device = _choose_device("cpu", {})
+    return LoadedFile(stored, tokenizer, (weights, dtype, device))
 
 
 def _found(file: gguf.GgufModel) -> Found:

@@ -51,7 +51,7 @@ def snapshot_folder(found: Found, library: Library, quantization: str | None) ->
 
 
 def parity_folder(home: Path, library: Library) -> Path:
-    """Where the note lies that says how a file compared with its dequantised forward; `home` is named by its content."""
+    """Where the note lies of how a file compared with its dequantised forward; `home` is named by its content."""
     return _folder(home.name, library, "parity")
 
 

@@ -117,7 +117,7 @@ class LayerDescription(NamedTuple):
 
 
 class ModelDescription(NamedTuple):
-    """Everything the native step needs; tensors are views of the module's parameters, `dtype` that of the activations."""
+    """Everything the native step needs. Tensors are views of the module's parameters; `dtype` is the activations'."""
 
     family: str
     hidden_size: int
