@@ -39,9 +39,9 @@ def open_model(request: ModelRequest) -> Opened:
 
 
 def _open_here(request: ModelRequest) -> Opened:
-    if request.quantization not in (None, "int8"):
+    if request.quantization not in (None, "int8", "int4"):
         raise ConfigError(
-            f"quantization={request.quantization!r} is unknown: 'int8', or None for the weights as they are"
+            f"quantization={request.quantization!r} is unknown: 'int8', 'int4', or None for the weights as they are"
         )
     origin: tuple[Choice, ...] = ()
     if request.model is None:

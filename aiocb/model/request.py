@@ -37,7 +37,7 @@ class ModelRequest:
         name: as in `Engine.from_pretrained`; not used where there is a model.
         model: the user's module, which is left as it was found.
         dtype, device, options: for loading by name.
-        quantization: "int8" for 8-bit weights, or None for the weights as they are.
+        quantization: "int8" or "int4" for weights of so many bits, or None for the weights as they are.
         progress: called with a stage and the fraction of it that is done.
         sampler: None makes one that suits the runner.
         distributed: over how many processes it is to be spread: our `DistributedConfig`, or transformers'; None is one.

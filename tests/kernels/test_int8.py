@@ -227,8 +227,8 @@ def test_refusals() -> None:
     config = aiocb.EngineConfig(native=False)
     with pytest.raises(ConfigError, match=r"'int8' needs the native CPU kernels.*leave quantization out.*native=False"):
         open_model(ModelRequest(config, model=model, quantization="int8"))
-    with pytest.raises(ConfigError, match="quantization='int4' is unknown: 'int8'"):
-        open_model(ModelRequest(aiocb.EngineConfig(), model=model, quantization="int4"))
+    with pytest.raises(ConfigError, match="quantization='int3' is unknown: 'int8'"):
+        open_model(ModelRequest(aiocb.EngineConfig(), model=model, quantization="int3"))
 
 
 def test_refuses_an_architecture_without_native_step() -> None:

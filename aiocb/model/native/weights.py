@@ -248,6 +248,8 @@ class _Packer:
         join = _alternate if name.endswith("gate_up") and len(projections) == 2 else np.concatenate
         tuning = self._tuning(layer, name)
         target = max((self._target(each.source) for each in rows), key=lambda each: each.bits)
+        if name == "head" and self._quantization == INT4.name:
+            target = INT8  # as files of four bits have it: it is most sensitive, and read once a token
         self._native.set_linear(
             layer,
             name,
