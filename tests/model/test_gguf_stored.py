@@ -22,7 +22,7 @@ from aiocb.model.load import gguf_stored, hub
 from aiocb.model.native.runner import NativeRunner
 from aiocb.model.open import open_model
 from aiocb.model.parity import _plans, relative_error
-from aiocb.model.request import ModelRequest, Opened
+from aiocb.model.request import ModelRequest
 from aiocb.records import Records
 
 from .gguf_files import HIDDEN, KV_HEADS, TOKENS, write_gguf
@@ -53,7 +53,7 @@ def unconverted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _open(path: Path, config: EngineConfig = CONFIG, **others: Any) -> Opened:
+def _open(path: Path, config: EngineConfig = CONFIG, **others: Any) -> Any:
     return open_model(ModelRequest(config, name=str(path), device="cpu", **others))
 
 
@@ -80,7 +80,7 @@ def _expected(path: Path) -> torch.Tensor:
     return logits
 
 
-def _choice(opened: Opened, name: str) -> Any:
+def _choice(opened: Any, name: str) -> Any:
     return next(choice for choice in opened.choices if choice.name == name)
 
 
@@ -221,12 +221,14 @@ class TestConversion:
     def test_an_unknown_way_of_transformers(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from transformers import modeling_gguf_pytorch_utils
 
-        class Changed(modeling_gguf_pytorch_utils.LlamaTensorProcessor):  # type: ignore[misc]
+        processors: Any = modeling_gguf_pytorch_utils
+
+        class Changed(processors.LlamaTensorProcessor):  # type: ignore[misc]
             def process(self, weights: Any, name: str, **kwargs: Any) -> Any:
                 result = super().process(weights, name, **kwargs)
                 return result._replace(weights=result.weights * 2) if "attn_output" in name else result
 
-        monkeypatch.setitem(modeling_gguf_pytorch_utils.TENSOR_PROCESSORS, "llama", Changed)
+        monkeypatch.setitem(processors.TENSOR_PROCESSORS, "llama", Changed)
         path = write_gguf(folder / "tiny.gguf", kinds={"": "Q8_0"})
         self._converted(path, "blk.0.attn_output.weight is changed on the way")
 
