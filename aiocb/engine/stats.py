@@ -90,7 +90,8 @@ class Stats:
         num_loop_wakeups: callbacks posted into event loops.
         num_preemptions: how often a request gave its cache back to others.
         num_steps_out_of_memory: steps that were taken back and computed again in smaller ones.
-        max_step_tokens: token budget of a step now: `max_batch_tokens`, or less after one has run out of memory.
+        max_step_tokens: token budget of a step now: `max_batch_tokens`, or less where it would last longer than
+            `target_itl` says, or after one has run out of memory.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found.
         prompt_tokens, generation_tokens: of the requests that have ended.
         num_aborts: requests that were cancelled while they were alive.
@@ -238,7 +239,7 @@ class Recorder:
             num_loop_wakeups,
             scheduler.num_preemptions,
             scheduler.num_steps_out_of_memory,
-            scheduler.max_step_tokens,
+            scheduler.step_tokens,
             scheduler.prefix_cache_queries,
             scheduler.prefix_cache_hits,
             self.prompt_tokens,
