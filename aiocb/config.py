@@ -75,7 +75,7 @@ class EngineConfig:
             planned for them; longer requests are served as well.
         max_prefill_chunk: most prompt tokens of *one* request in a step while others decode.
         target_itl: seconds that a step with prompts may last while others decode: the prompts get what is left of it.
-            `auto` is 0.1 where the native kernels run, whose output does not depend on how prompts are cut; None: only
+            `auto` is 0.08 where the native kernels run, whose output does not depend on how prompts are cut; None: only
             `max_batch_tokens` counts.
         target_ttft: seconds after which a prompt that waits may make steps twice as long.
         max_model_len: refuse requests longer than this, even if the model allows more.

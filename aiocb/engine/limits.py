@@ -25,7 +25,7 @@ logger = logging.getLogger("aiocb")
 
 _CPU_PREFILL_CHUNK = 128
 _CPU_MAX_REQUESTS = 256
-_TARGET_ITL = 0.1
+_TARGET_ITL = 0.08
 _CHARACTERS_PER_TOKEN = 32
 _MIN_PROMPT_CHARACTERS = 1_000_000
 
@@ -35,10 +35,14 @@ N = TypeVar("N", int, float)
 def _target_itl(config: EngineConfig, built: Built) -> Choice:
     """How long a step may last, and why; "none" where its tokens alone are bounded."""
     if config.target_itl != "auto":
-        return Choice("target_itl", "none" if config.target_itl is None else f"{config.target_itl:g} s", "as configured")
+        return Choice(
+            "target_itl", "none" if config.target_itl is None else f"{config.target_itl:g} s", "as configured"
+        )
     if any(choice.name == "runner" and choice.value == "native" for choice in built.choices):
         return Choice(
-            "target_itl", f"{_TARGET_ITL:g} s", "prompts get what decoding leaves of it; their output does not depend on it"
+            "target_itl",
+            f"{_TARGET_ITL:g} s",
+            "prompts get what decoding leaves of it; their output does not depend on it",
         )
     return Choice("target_itl", "none", "how prompts are cut may change their output here")
 
@@ -79,7 +83,9 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     choices.append(target)
     pace = None
     if target.value != "none":
-        pace = Pace(_TARGET_ITL if config.target_itl in ("auto", None) else float(config.target_itl), config.target_ttft)
+        pace = Pace(
+            _TARGET_ITL if config.target_itl in ("auto", None) else float(config.target_itl), config.target_ttft
+        )
     max_batch_tokens = choose(
         "max_batch_tokens", config.max_batch_tokens, *_batch_tokens(built.runner, is_paced=pace is not None)
     )

@@ -24,10 +24,16 @@ LADDER: Final = 16
 
 _KEYS: Final = 1e-3  # keys are counted in thousands: coefficients of like size are solved for more exactly
 _FORGETS: Final = 0.98
-_FIRST: Final = 8
+_WARM_UP: Final = 2
+"""Steps that are not looked at: memory is touched for the first time."""
+_FIRST: Final = 4
 """Steps that are looked at before the target counts; until then, budgets are small."""
 _FIRST_TOKENS: Final = 128
+_GROWTH: Final = 2
+"""How many times the largest step that was seen the next one may be: nothing is known of what is larger."""
 _OUTLIER: Final = 4.0
+_PRIOR: Final = 1e-3
+"""Of one observation, that a step without tokens takes no time: all of it is laid to the tokens until they vary."""
 _ALONE: Final = 4.0
 """How many times the target a step may last when nobody decodes."""
 
@@ -37,17 +43,21 @@ class StepCost:
 
     Attributes:
         num_steps: that were taken in.
+        most_tokens: of any of them.
         coefficients: seconds, per token, and per thousand keys.
     """
 
-    __slots__ = ("_moments", "_num_strange", "_products", "coefficients", "num_steps")
+    __slots__ = ("_moments", "_num_strange", "_num_warm", "_products", "coefficients", "most_tokens", "num_steps")
 
     def __init__(self) -> None:
-        self.num_steps = 0
+        self._num_warm = self._num_strange = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.num_steps = self.most_tokens = 0
         self.coefficients = (0.0, 0.0, 0.0)
         self._products = [[0.0] * 3 for _ in range(3)]
         self._moments = [0.0] * 3
-        self._num_strange = 0
 
     def seconds(self, tokens: float, keys: float) -> float:
         """What a step of so many tokens takes, which are compared with so many keys in all."""
@@ -55,12 +65,21 @@ class StepCost:
         return constant + per_token * tokens + per_key * keys * _KEYS
 
     def observe(self, tokens: int, keys: float, seconds: float) -> None:
-        """Take in a step. One that lasted far too long is not believed, unless it goes on like that."""
-        if self.num_steps >= _FIRST and seconds > _OUTLIER * self.seconds(tokens, keys) + 1e-3:
+        """Take in a step.
+
+        One that lasted far too long is not believed, unless it goes on like that: then all is learned anew.
+        """
+        if self._num_warm < _WARM_UP:
+            self._num_warm += 1
+            return
+        is_known = self.num_steps >= _FIRST and tokens <= self.most_tokens
+        if is_known and seconds > _OUTLIER * self.seconds(tokens, keys) + 1e-3:
             self._num_strange += 1
             if self._num_strange < _FIRST:
                 return
+            self._forget()  # the machine has become another one
         self._num_strange = 0
+        self.most_tokens = max(self.most_tokens, tokens)
         row = (1.0, float(tokens), keys * _KEYS)
         # Relative errors count: a long step is not to be met at the price of all short ones.
         weight = 1.0 / max(seconds, 1e-4) ** 2
@@ -75,8 +94,10 @@ class StepCost:
     def _fit(self) -> tuple[float, float, float]:
         """The best coefficients that are not negative: those that would be are left out, one by one."""
         active = [0, 1, 2]
+        products = [list(row) for row in self._products]
+        products[0][0] *= 1.0 + _PRIOR
         while active:
-            solved = _solve([[self._products[i][j] for j in active] for i in active], [self._moments[i] for i in active])
+            solved = _solve([[products[i][j] for j in active] for i in active], [self._moments[i] for i in active])
             if solved is None:
                 active.pop()
                 continue
@@ -156,6 +177,7 @@ class Pace:
         else:
             room = target - alone
         chunk = self._tokens_within(room, start)
+        most = min(most, max(_GROWTH * self.cost.most_tokens, num_decoding + LADDER))
         return min(most, num_decoding + max(LADDER, chunk // LADDER * LADDER))
 
     def _tokens_within(self, room: float, start: int) -> int:

@@ -144,7 +144,8 @@ def test_no_modelling_code_is_imported(model: Path) -> None:
     program = (
         "import sys, aiocb\nfrom aiocb.model.open import open_model\n"
         "from aiocb.model.request import ModelRequest\n"
-        f"request = ModelRequest(aiocb.EngineConfig(num_blocks=64), {str(model)!r}, device='cpu', **{asked(model, {})!r})\n"
+        f"request = ModelRequest(aiocb.EngineConfig(num_blocks=64), {str(model)!r}, "
+        f"device='cpu', **{asked(model, {})!r})\n"
         "open_model(request).runner.close()\n"
         "print(*[name for name in ('transformers.modeling_utils', 'torch._dynamo', 'aiocb.model.eager.adapter')"
         " if name in sys.modules], 'end')"
