@@ -110,6 +110,9 @@ class EngineConfig:
         max_request_strings: most stop strings of a request, and likewise most banned sequences of several tokens, in
             all a hundred times as many characters or tokens; and a tenth of it bad words, each of which is encoded in
             several ways.
+        speculation: `prompt_lookup` proposes what followed the last tokens when they stood in the request before, and
+            verifies it in one step. The output is the same without. The native kernels on the CPU can do that.
+        num_speculative_tokens: most tokens of a proposal.
         jump_ahead: tokens that the structure of an output forces (`json_schema`, `regex`, `choice`, `grammar`) are
             computed in one step with the token before them. The output is the same without.
         seed: seed of unseeded requests; None is fresh randomness.
@@ -164,6 +167,8 @@ class EngineConfig:
     max_queue_size: int = 0
     max_prompt_characters: int | None = None
     max_request_strings: int = 50_000
+    speculation: Literal["prompt_lookup"] | None = None
+    num_speculative_tokens: int = 7
     jump_ahead: bool = True
     seed: int | None = None
     debug_checks: bool = False
@@ -207,6 +212,9 @@ class EngineConfig:
         if self.target_itl != "auto":
             _within("target_itl", self.target_itl, 0.0, math.inf, open_low=True)
         _within("target_ttft", self.target_ttft, 0.0, math.inf)
+        if self.speculation not in (None, "prompt_lookup"):
+            raise ConfigError(f"speculation {self.speculation!r} is unknown: 'prompt_lookup', or None")
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("max_queue_size", self.max_queue_size, 0)
         _at_least("max_prompt_characters", self.max_prompt_characters, 1)

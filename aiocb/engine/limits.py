@@ -12,6 +12,7 @@ from aiocb.config import Choice, EngineConfig
 from aiocb.engine.prepare import Limits
 from aiocb.errors import ConfigError
 from aiocb.model.sizes import CPU_BATCH_TOKENS, CPU_PACED_TOKENS, GPU_BATCH_TOKENS, MAX_REQUESTS, SAFETY_MARGINS
+from aiocb.scheduler.lookup import PromptLookup
 from aiocb.scheduler.pace import Pace
 from aiocb.scheduler.scheduler import Scheduler
 
@@ -32,13 +33,30 @@ _MIN_PROMPT_CHARACTERS = 1_000_000
 N = TypeVar("N", int, float)
 
 
+def _is_native(built: Built) -> bool:
+    return any(choice.name == "runner" and choice.value == "native" for choice in built.choices)
+
+
+def _drafter(config: EngineConfig, built: Built) -> PromptLookup | None:
+    """What proposes tokens, where that is asked for."""
+    if config.speculation is None:
+        return None
+    if not _is_native(built):
+        why = next((choice.reason for choice in built.choices if choice.name == "runner"), "this runner verifies none")
+        raise ConfigError(
+            f"speculation={config.speculation!r} needs the native CPU kernels, which verify drafts ({why}): leave it "
+            "out"
+        )
+    return PromptLookup(config.num_speculative_tokens)
+
+
 def _target_itl(config: EngineConfig, built: Built) -> Choice:
     """How long a step may last, and why; "none" where its tokens alone are bounded."""
     if config.target_itl != "auto":
         return Choice(
             "target_itl", "none" if config.target_itl is None else f"{config.target_itl:g} s", "as configured"
         )
-    if any(choice.name == "runner" and choice.value == "native" for choice in built.choices):
+    if _is_native(built):
         return Choice(
             "target_itl",
             f"{_TARGET_ITL:g} s",
@@ -126,6 +144,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         SAFETY_MARGINS[config.scheduler_type],
         f"the default of scheduler_type {config.scheduler_type}",
     )
+    lookup = _drafter(config, built)
     cache = CacheManager(layout, config.allow_block_sharing)
     scheduler = Scheduler(
         cache,
@@ -134,6 +153,8 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         max_prefill_chunk=chunk,
         scheduler_type=config.scheduler_type,
         safety_margin=margin,
+        drafter=lookup,
+        max_draft_rows=None if lookup is None else lookup.max_rows,
         jumps=config.jump_ahead,
         pace=pace,
     )

@@ -54,9 +54,13 @@ class Scheduler:
         safety_margin: while less than this share of the blocks is free, nothing is admitted unless nothing runs.
         drafter: makes the drafts of decoding requests; None makes none. Models with states get none: a state cannot be
             taken back when a draft was wrong.
+        max_draft_rows: most rows of a step in which anything is drafted, those that decode included; None: no bound.
         jumps: tokens that a request's structure forces are computed together with the one before them; not in models
             with states, either.
         pace: makes steps with prompts smaller where they would last too long; None: `max_batch_tokens` alone counts.
+
+    Attributes:
+        num_draft_tokens, num_accepted_tokens: what the drafter proposed and steps have verified, and what was right.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Scheduler:
         scheduler_type: SchedulerType = "fifo",
         safety_margin: float = 0.0,
         drafter: Drafter | None = None,
+        max_draft_rows: int | None = None,
         jumps: bool = True,
         pace: Pace | None = None,
     ) -> None:
@@ -81,6 +86,7 @@ class Scheduler:
         self.max_prefill_chunk = min(max_prefill_chunk or max_batch_tokens, max_batch_tokens)
         self.safety_margin = safety_margin
         self.pace = pace
+        self.num_draft_tokens = self.num_accepted_tokens = 0
         self._step_tokens = max_batch_tokens
         self._num_arrivals = 0
         self._roster = Roster(cache)
@@ -95,6 +101,7 @@ class Scheduler:
             max_prefill_chunk=self.max_prefill_chunk,
             scheduler_type=scheduler_type,
             drafter=drafter,
+            max_draft_rows=max_draft_rows,
             jumps=jumps,
         )
 
@@ -317,6 +324,9 @@ class Scheduler:
             if drafts:
                 # What was computed of drafts that were not accepted is computed again.
                 computed = request.num_scheduled_tokens = start + len(token_ids)
+                if request.follows_from != start + 1:  # guesses, not what has to follow
+                    self.num_draft_tokens += len(drafts)
+                    self.num_accepted_tokens += len(token_ids) - 1
                 request.tokens += token_ids
             request.num_computed_tokens = computed
             if computed % page_size < count:

@@ -88,6 +88,8 @@ ELSEWHERE = {
     "state_interval": "model/test_states.py::test_the_interval_follows_the_size",
     "max_state_memory": "model/test_states.py::test_slots_for_requests_and_for_snapshots",
     "target_ttft": "engine/test_settings.py::test_time_bounds_steps_where_it_is_asked_to",
+    "speculation": "e2e/test_speculation.py::test_outputs_are_those_without",
+    "num_speculative_tokens": "e2e/test_speculation.py::test_outputs_are_those_without",
     "max_queue_size": "engine/test_queue.py::test_a_full_queue_refuses_when_asked_to",
     "tool_parser": "engine/test_tools.py::test_a_parser_may_be_chosen",
     "reasoning_parser": "engine/test_tools.py::test_reasoning_may_stay_in_the_text",
