@@ -175,7 +175,8 @@ async def test_every_setting_is_an_option() -> None:
     assert {field.name for field in dataclasses.fields(ServeConfig)} <= options
 
 
-def test_settings_of_the_engine_are_taken_out_of_the_options() -> None:
+async def test_settings_of_the_engine_are_taken_out_of_the_options() -> None:
+    import aiocb
     from aiocb.cli.serve import ServeOptions, _engine_settings
 
     values = dataclasses.asdict(
