@@ -92,6 +92,8 @@ class Stats:
         num_steps_out_of_memory: steps that were taken back and computed again in smaller ones.
         max_step_tokens: token budget of a step now: `max_batch_tokens`, or less where it would last longer than
             `target_itl` says, or after one has run out of memory.
+        step_cost_seconds, step_cost_seconds_per_token, step_cost_seconds_per_key: what a step is believed to take: a
+            constant, for each token, and for each key that a token is compared with. 0 without `target_itl`.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found.
         prompt_tokens, generation_tokens: of the requests that have ended.
         num_aborts: requests that were cancelled while they were alive.
@@ -120,6 +122,9 @@ class Stats:
     num_preemptions: int
     num_steps_out_of_memory: int
     max_step_tokens: int
+    step_cost_seconds: float
+    step_cost_seconds_per_token: float
+    step_cost_seconds_per_key: float
     prefix_cache_queries: int
     prefix_cache_hits: int
     prompt_tokens: int
@@ -240,6 +245,7 @@ class Recorder:
             scheduler.num_preemptions,
             scheduler.num_steps_out_of_memory,
             scheduler.step_tokens,
+            *((0.0, 0.0, 0.0) if scheduler.pace is None else scheduler.pace.cost.figures),
             scheduler.prefix_cache_queries,
             scheduler.prefix_cache_hits,
             self.prompt_tokens,

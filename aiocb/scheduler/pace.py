@@ -38,8 +38,31 @@ _ALONE: Final = 4.0
 """How many times the target a step may last when nobody decodes."""
 
 
+class _Sums:
+    """What least squares need of the steps of one kind."""
+
+    __slots__ = ("moments", "products")
+
+    def __init__(self) -> None:
+        self.products = [[0.0] * 3 for _ in range(3)]
+        self.moments = [0.0] * 3
+
+    def add(self, row: tuple[float, float, float], seconds: float) -> None:
+        """Take in a step, and forget a little of those before."""
+        # Relative errors count: a long step is not to be met at the price of all short ones.
+        weight = 1.0 / max(seconds, 1e-4) ** 2
+        for i, value in enumerate(row):
+            self.moments[i] = _FORGETS * self.moments[i] + weight * value * seconds
+            products = self.products[i]
+            for j, other in enumerate(row):
+                products[j] = _FORGETS * products[j] + weight * value * other
+
+
 class StepCost:
     """Seconds of a step: `constant + per_token * tokens + per_key * keys`, fitted to what steps have taken.
+
+    Steps with prompts and those without are kept apart and forgotten apart: a stream that decodes alone for a minute
+    says nothing of what a token more would take, and must not replace what does.
 
     Attributes:
         num_steps: that were taken in.
@@ -47,7 +70,7 @@ class StepCost:
         coefficients: seconds, per token, and per thousand keys.
     """
 
-    __slots__ = ("_moments", "_num_strange", "_num_warm", "_products", "coefficients", "most_tokens", "num_steps")
+    __slots__ = ("_kinds", "_num_strange", "_num_warm", "coefficients", "most_tokens", "num_steps")
 
     def __init__(self) -> None:
         self._num_warm = self._num_strange = 0
@@ -56,15 +79,20 @@ class StepCost:
     def _forget(self) -> None:
         self.num_steps = self.most_tokens = 0
         self.coefficients = (0.0, 0.0, 0.0)
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._moments = [0.0] * 3
+        self._kinds = [_Sums(), _Sums()]
+
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """Seconds, per token, and per key."""
+        constant, per_token, per_key = self.coefficients
+        return constant, per_token, per_key * _KEYS
 
     def seconds(self, tokens: float, keys: float) -> float:
         """What a step of so many tokens takes, which are compared with so many keys in all."""
         constant, per_token, per_key = self.coefficients
         return constant + per_token * tokens + per_key * keys * _KEYS
 
-    def observe(self, tokens: int, keys: float, seconds: float) -> None:
+    def observe(self, tokens: int, keys: float, seconds: float, *, has_prompts: bool) -> None:
         """Take in a step.
 
         One that lasted far too long is not believed, unless it goes on like that: then all is learned anew.
@@ -80,24 +108,19 @@ class StepCost:
             self._forget()  # the machine has become another one
         self._num_strange = 0
         self.most_tokens = max(self.most_tokens, tokens)
-        row = (1.0, float(tokens), keys * _KEYS)
-        # Relative errors count: a long step is not to be met at the price of all short ones.
-        weight = 1.0 / max(seconds, 1e-4) ** 2
-        for i, value in enumerate(row):
-            self._moments[i] = _FORGETS * self._moments[i] + weight * value * seconds
-            products = self._products[i]
-            for j, other in enumerate(row):
-                products[j] = _FORGETS * products[j] + weight * value * other
+        self._kinds[has_prompts].add((1.0, float(tokens), keys * _KEYS), seconds)
         self.num_steps += 1
         self.coefficients = self._fit()
 
     def _fit(self) -> tuple[float, float, float]:
         """The best coefficients that are not negative: those that would be are left out, one by one."""
         active = [0, 1, 2]
-        products = [list(row) for row in self._products]
+        one, two = self._kinds
+        products = [[one.products[i][j] + two.products[i][j] for j in active] for i in active]
+        moments = [one.moments[i] + two.moments[i] for i in active]
         products[0][0] *= 1.0 + _PRIOR
         while active:
-            solved = _solve([[products[i][j] for j in active] for i in active], [self._moments[i] for i in active])
+            solved = _solve([[products[i][j] for j in active] for i in active], [moments[i] for i in active])
             if solved is None:
                 active.pop()
                 continue
@@ -151,10 +174,15 @@ class Pace:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that has taken so long."""
-        keys = 0.0
-        for entry in plan.entries:
-            keys += entry.num_new_tokens * (entry.num_computed_tokens + 0.5 * entry.num_new_tokens)
-        self.cost.observe(plan.num_tokens, keys, seconds)
+        entries = plan.entries
+        has_prompts = plan.num_tokens > len(entries)
+        if has_prompts:
+            keys = 0.0
+            for entry in entries:
+                keys += entry.num_new_tokens * (entry.num_computed_tokens + 0.5 * entry.num_new_tokens)
+        else:  # most steps: a third of the time
+            keys = sum([entry.num_computed_tokens for entry in entries]) + 0.5 * len(entries)
+        self.cost.observe(plan.num_tokens, keys, seconds, has_prompts=has_prompts)
 
     def budget(self, decoding: Sequence[int], start: int, waited: float, most: int) -> int:
         """The tokens of the next step.
