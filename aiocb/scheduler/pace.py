@@ -32,22 +32,47 @@ _FIRST_TOKENS: Final = 128
 _GROWTH: Final = 2
 """How many times the largest step that was seen the next one may be: nothing is known of what is larger."""
 _OUTLIER: Final = 4.0
+_QUICKNESS: Final = 0.3
 _PRIOR: Final = 1e-3
 """Of one observation, that a step without tokens takes no time: all of it is laid to the tokens until they vary."""
 _ALONE: Final = 4.0
 """How many times the target a step may last when nobody decodes."""
 
 
+class _Sums:
+    """What least squares need of the steps of one kind."""
+
+    __slots__ = ("moments", "products")
+
+    def __init__(self) -> None:
+        self.products = [[0.0] * 3 for _ in range(3)]
+        self.moments = [0.0] * 3
+
+    def add(self, row: tuple[float, float, float], seconds: float) -> None:
+        """Take in a step, and forget a little of those before."""
+        # Relative errors count: a long step is not to be met at the price of all short ones.
+        weight = 1.0 / max(seconds, 1e-4) ** 2
+        for i, value in enumerate(row):
+            self.moments[i] = _FORGETS * self.moments[i] + weight * value * seconds
+            products = self.products[i]
+            for j, other in enumerate(row):
+                products[j] = _FORGETS * products[j] + weight * value * other
+
+
 class StepCost:
     """Seconds of a step: `constant + per_token * tokens + per_key * keys`, fitted to what steps have taken.
+
+    Steps with prompts and those without are kept apart and forgotten apart: a stream that decodes alone for a minute
+    says nothing of what a token more would take, and must not replace what does.
 
     Attributes:
         num_steps: that were taken in.
         most_tokens: of any of them.
         coefficients: seconds, per token, and per thousand keys.
+        slowness: how much longer the last steps took than was expected, on average; 1 where they did not.
     """
 
-    __slots__ = ("_moments", "_num_strange", "_num_warm", "_products", "coefficients", "most_tokens", "num_steps")
+    __slots__ = ("_kinds", "_num_strange", "_num_warm", "coefficients", "most_tokens", "num_steps", "slowness")
 
     def __init__(self) -> None:
         self._num_warm = self._num_strange = 0
@@ -56,15 +81,21 @@ class StepCost:
     def _forget(self) -> None:
         self.num_steps = self.most_tokens = 0
         self.coefficients = (0.0, 0.0, 0.0)
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._moments = [0.0] * 3
+        self.slowness = 1.0
+        self._kinds = [_Sums(), _Sums()]
+
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """Seconds, per token, and per key."""
+        constant, per_token, per_key = self.coefficients
+        return constant, per_token, per_key * _KEYS
 
     def seconds(self, tokens: float, keys: float) -> float:
         """What a step of so many tokens takes, which are compared with so many keys in all."""
         constant, per_token, per_key = self.coefficients
         return constant + per_token * tokens + per_key * keys * _KEYS
 
-    def observe(self, tokens: int, keys: float, seconds: float) -> None:
+    def observe(self, tokens: int, keys: float, seconds: float, *, has_prompts: bool) -> None:
         """Take in a step.
 
         One that lasted far too long is not believed, unless it goes on like that: then all is learned anew.
@@ -73,6 +104,10 @@ class StepCost:
             self._num_warm += 1
             return
         is_known = self.num_steps >= _FIRST and tokens <= self.most_tokens
+        if is_known and self.seconds(tokens, keys) > 0.0:
+            # A machine that others use too is slower at once, long before that is learned.
+            ratio = min(seconds / self.seconds(tokens, keys), _OUTLIER)
+            self.slowness = max(self.slowness + _QUICKNESS * (ratio - self.slowness), 1.0)
         if is_known and seconds > _OUTLIER * self.seconds(tokens, keys) + 1e-3:
             self._num_strange += 1
             if self._num_strange < _FIRST:
@@ -80,24 +115,19 @@ class StepCost:
             self._forget()  # the machine has become another one
         self._num_strange = 0
         self.most_tokens = max(self.most_tokens, tokens)
-        row = (1.0, float(tokens), keys * _KEYS)
-        # Relative errors count: a long step is not to be met at the price of all short ones.
-        weight = 1.0 / max(seconds, 1e-4) ** 2
-        for i, value in enumerate(row):
-            self._moments[i] = _FORGETS * self._moments[i] + weight * value * seconds
-            products = self._products[i]
-            for j, other in enumerate(row):
-                products[j] = _FORGETS * products[j] + weight * value * other
+        self._kinds[has_prompts].add((1.0, float(tokens), keys * _KEYS), seconds)
         self.num_steps += 1
         self.coefficients = self._fit()
 
     def _fit(self) -> tuple[float, float, float]:
         """The best coefficients that are not negative: those that would be are left out, one by one."""
         active = [0, 1, 2]
-        products = [list(row) for row in self._products]
+        one, two = self._kinds
+        products = [[one.products[i][j] + two.products[i][j] for j in active] for i in active]
+        moments = [one.moments[i] + two.moments[i] for i in active]
         products[0][0] *= 1.0 + _PRIOR
         while active:
-            solved = _solve([[products[i][j] for j in active] for i in active], [self._moments[i] for i in active])
+            solved = _solve([[products[i][j] for j in active] for i in active], [moments[i] for i in active])
             if solved is None:
                 active.pop()
                 continue
@@ -151,10 +181,15 @@ class Pace:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that has taken so long."""
-        keys = 0.0
-        for entry in plan.entries:
-            keys += entry.num_new_tokens * (entry.num_computed_tokens + 0.5 * entry.num_new_tokens)
-        self.cost.observe(plan.num_tokens, keys, seconds)
+        entries = plan.entries
+        has_prompts = plan.num_tokens > len(entries)
+        if has_prompts:
+            keys = 0.0
+            for entry in entries:
+                keys += entry.num_new_tokens * (entry.num_computed_tokens + 0.5 * entry.num_new_tokens)
+        else:  # most steps: a third of the time
+            keys = sum([entry.num_computed_tokens for entry in entries]) + 0.5 * len(entries)
+        self.cost.observe(plan.num_tokens, keys, seconds, has_prompts=has_prompts)
 
     def budget(self, decoding: Sequence[int], start: int, waited: float, most: int) -> int:
         """The tokens of the next step.
@@ -169,14 +204,14 @@ class Pace:
         if self.cost.num_steps < _FIRST:
             return min(most, max(_FIRST_TOKENS, num_decoding + LADDER))
         target = self.target_itl
-        alone = self.cost.seconds(num_decoding, sum(decoding))
+        alone = self.cost.slowness * self.cost.seconds(num_decoding, sum(decoding))
         if not num_decoding:
             room = _ALONE * target - alone
         elif waited > self.target_ttft:
             room = max(target - alone, 2.0 * max(target, alone) - alone)
         else:
             room = target - alone
-        chunk = self._tokens_within(room, start)
+        chunk = self._tokens_within(room / self.cost.slowness, start)
         most = min(most, max(_GROWTH * self.cost.most_tokens, num_decoding + LADDER))
         return min(most, num_decoding + max(LADDER, chunk // LADDER * LADDER))
 

@@ -277,7 +277,9 @@ class Scheduler:
             self._step_tokens = most
             return most
         lengths = [request.num_scheduled_tokens for request in roster.decoding.values()]
-        waited = 0.0 if oldest.submitted_at is None else now - oldest.submitted_at
+        # One that was preempted has had its first token: nobody waits for that.
+        has_waited = oldest.submitted_at is not None and oldest.first_token_at is None
+        waited = now - oldest.submitted_at if has_waited and oldest.submitted_at is not None else 0.0
         self._step_tokens = pace.budget(lengths, start, waited, most)
         return self._step_tokens
 

@@ -24,7 +24,8 @@ def _learned(pace: Pace, *, steps: int = 60, seed: int = 0, noise: float = 0.0) 
     chance = random.Random(seed)
     for _ in range(steps):
         tokens, keys = chance.randrange(1, 600), chance.randrange(1, 200_000)
-        pace.cost.observe(tokens, keys, _seconds(tokens, keys) * (1 + noise * chance.uniform(-1, 1)))
+        seconds = _seconds(tokens, keys) * (1 + noise * chance.uniform(-1, 1))
+        pace.cost.observe(tokens, keys, seconds, has_prompts=True)
     return pace
 
 
@@ -39,7 +40,7 @@ def test_steps_that_are_all_alike_leave_all_of_their_time_to_the_tokens() -> Non
     """Or larger ones would seem to cost nothing."""
     cost = StepCost()
     for _ in range(10):
-        cost.observe(128, 8000, 0.04)
+        cost.observe(128, 8000, 0.04, has_prompts=True)
     assert cost.seconds(128, 8000) == pytest.approx(0.04, rel=0.05)
     assert cost.seconds(512, 32_000) > 0.12
 
@@ -47,10 +48,10 @@ def test_steps_that_are_all_alike_leave_all_of_their_time_to_the_tokens() -> Non
 def test_the_first_steps_and_a_slow_one_are_not_believed() -> None:
     cost = StepCost()
     for seconds in (5.0, 3.0, *[_seconds(100, 1000)] * 20, 2.0, _seconds(100, 1000)):
-        cost.observe(100, 1000, seconds)
+        cost.observe(100, 1000, seconds, has_prompts=True)
     assert cost.seconds(100, 1000) == pytest.approx(_seconds(100, 1000), rel=0.05)
     for _ in range(60):  # but a machine that has become slow is
-        cost.observe(100, 1000, 1.0)
+        cost.observe(100, 1000, 1.0, has_prompts=True)
     assert cost.seconds(100, 1000) == pytest.approx(1.0, rel=0.1)
 
 
@@ -58,7 +59,7 @@ def test_no_time_at_all() -> None:
     """A clock that stands still, as of a simulation."""
     pace = Pace(0.1, 0.5)
     for _ in range(20):
-        pace.cost.observe(64, 1000, 0.0)
+        pace.cost.observe(64, 1000, 0.0, has_prompts=True)
     assert pace.budget([10, 20], 0, 0.0, 1024) == 128
 
 
@@ -75,6 +76,18 @@ class Clocked(FakeRunner):
         self.now += seconds
         self.durations.append((plan.num_tokens, seconds))
         return super().execute(plan)
+
+
+def test_stats_show_what_was_learned() -> None:
+    for pace in (Pace(0.03, 0.4), None):
+        runner = FakeRunner([7])
+        cache = CacheManager(runner.cache_layout)
+        scheduler = Scheduler(cache, max_batch_tokens=64, max_requests_per_batch=8, pace=pace)
+        if pace is not None:
+            _learned(pace)
+        stats = EngineCore(runner, scheduler).stats(0)
+        figures = (stats.step_cost_seconds, stats.step_cost_seconds_per_token, stats.step_cost_seconds_per_key)
+        assert figures == (pytest.approx((0.004, 0.0003, 2e-7), rel=0.05) if pace is not None else (0.0, 0.0, 0.0))
 
 
 def _run(pace: Pace | None) -> Clocked:
@@ -125,6 +138,19 @@ def test_a_long_prompt_leaves_steps_as_long_as_they_should_be() -> None:
     assert max(seconds for _, seconds in unpaced.durations) > 0.4
 
 
+def test_a_slowdown_counts_at_once() -> None:
+    """Before it is learned: others have taken the machine's cores."""
+    pace = _learned(Pace(0.1, 0.5))
+    before = pace.budget([100] * 10, 0, 0.0, 4096)
+    for _ in range(3):
+        pace.cost.observe(200, 10_000, 2.5 * _seconds(200, 10_000), has_prompts=True)
+    slow = pace.budget([100] * 10, 0, 0.0, 4096)
+    assert 0.35 * before < slow < 0.7 * before
+    for _ in range(12):
+        pace.cost.observe(200, 10_000, _seconds(200, 10_000), has_prompts=True)
+    assert pace.budget([100] * 10, 0, 0.0, 4096) > 0.8 * before
+
+
 class TestBudget:
     def test_prompts_get_what_decoding_leaves(self) -> None:
         pace = _learned(Pace(0.1, 0.5))
@@ -160,6 +186,15 @@ class TestBudget:
         pace = _learned(Pace(0.05, 0.5))
         budget = pace.budget([], 0, 0.0, 4096)
         assert _seconds(budget, budget * budget / 2) == pytest.approx(0.2, rel=0.05)
+
+    def test_decoding_alone_for_long_does_not_make_prompts_crawl(self) -> None:
+        pace = _learned(Pace(0.1, 0.5))
+        before = pace.budget([200], 0, 0.0, 4096)
+        chance = random.Random(0)
+        for i in range(2000):
+            seconds = _seconds(1, 200 + i) * chance.uniform(0.9, 1.1)
+            pace.observe(StepPlan((StepEntry(1, 200 + i, 1, 0, True),), 1), seconds)
+        assert 0.8 * before < pace.budget([200], 0, 0.0, 4096) < 1.2 * before
 
     def test_the_bound_holds(self) -> None:
         pace = _learned(Pace(10.0, 0.5))
