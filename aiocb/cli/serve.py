@@ -52,6 +52,9 @@ class ServeOptions:
     root_path: Annotated[str, _option("The path under which a proxy shows the server.")] = ""
     enable_page: Annotated[bool, _option("The chat page at /.", "--page/--no-page")] = True
     max_queue_size: Annotated[int, _option("Requests that may wait; more are answered 429.", panel="Limits")] = 1024
+    kv_cache_dtype: Annotated[
+        str | None, _option("int8: keys and values in half the memory, on the CPU.", panel="Model")
+    ] = None
 
 
 def run_server(model: ModelOptions, options: ServeOptions) -> int:
@@ -69,7 +72,7 @@ def run_server(model: ModelOptions, options: ServeOptions) -> int:
             f"the server needs more packages ({error.name} is missing): pip install 'aiocb[serve]'"
         ) from None
     values = dataclasses.asdict(options)
-    settings: dict[str, Any] = {"max_queue_size": values.pop("max_queue_size")}
+    settings: dict[str, Any] = {name: values.pop(name) for name in ("max_queue_size", "kv_cache_dtype")}
     buckets = values.pop("metrics_buckets")
     if buckets:
         settings["latency_buckets"] = tuple(buckets)

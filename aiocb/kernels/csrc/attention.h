@@ -5,8 +5,11 @@
 // in a batch, and chunked at any boundary. A masked key adds exactly zero: 0 * v, or, where that is NaN because a freed
 // page was left with NaN or infinity, nothing at all (attend_strictly).
 //
-//   K page [D / step][16 tokens][step]   scores of 16 keys:  one load and one broadcast of q per k step
-//   V page [16 / step][D][step]          16 output columns:  one load and one broadcast of p per k step
+//   K page (pages.h)   scores of 16 keys:  one load and one broadcast of q per k step
+//   V page             16 output columns:  one load and one broadcast of p per k step
+//
+// Where keys and values have scales of their own, scores are multiplied by those of the keys, and the weights of the
+// values by those of the values: the same order, and nothing is added per number.
 //
 // Rows of a work item are (token, head of the group) pairs: they share every load of K and V.
 #pragma once
@@ -14,6 +17,7 @@
 
 #include "gemm.h"
 #include "model.h"
+#include "pages.h"
 #include "vec.h"
 
 namespace aiocb {
@@ -84,6 +88,18 @@ AIOCB_INLINE void mix_pages(const char* p, const char* const* pages, const char*
   }
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
     AIOCB_UNROLL for (int c = 0; c < C; ++c) store(out + r * dim + column + c * 16, acc[r][c]);
+}
+
+// rows[r][0..16) of each page times the scales of its slots.
+template <int R>
+AIOCB_INLINE void scale_pages(const uint16_t* const* scales, int first, int last, float* rows) {
+  for (int page = first; page < last; ++page) {
+    const F16 scale = load(scales[page]);
+    AIOCB_UNROLL for (int r = 0; r < R; ++r) {
+      float* row = rows + r * kChunk + page * 16;
+      store(row, load(row) * scale);
+    }
+  }
 }
 
 struct RowState {
@@ -176,12 +192,21 @@ __attribute__((noinline)) void attend_chunk(const AttentionShape& shape, const c
       score_pages<F, R, 2>(q, q_stride, keys + page, values + page, steps, scores + page * 16);
   for (; page < last; ++page)
     score_pages<F, R, 1>(q, q_stride, keys + page, values + page, steps, scores + page * 16);
+  const uint16_t* scales[kChunkPages];
+  if constexpr (has_scales<F>()) {
+    for (page = first; page < last; ++page) scales[page] = key_scales(keys[page], shape.dim);
+    scale_pages<R>(scales, first, last, scores);
+  }
   if (kHasAlibi)
     for (int r = 0; r < R; ++r)
       add_alibi(shape, states[r].slope, chunk_start, positions[r], first, last, scores + r * kChunk);
   for (int r = 0; r < R; ++r)
     rescale[r] = softmax_row(shape, chunk_start, positions[r], first, last, scores + r * kChunk,
                              probabilities + r * kChunk, states + r);
+  if constexpr (has_scales<F>()) {
+    for (page = first; page < last; ++page) scales[page] = value_scales(values[page], shape.dim);
+    scale_pages<R>(scales, first, last, probabilities);
+  }
   const char* p = reinterpret_cast<const char*>(probabilities);
   int column = 0;
   if (kAttentionVectors == 4)
@@ -228,12 +253,10 @@ template <class F>
 __attribute__((noinline)) void attend_strictly(const AttentionShape& shape, const char* q, const char* keys_of_head,
                                                const int32_t* table, int64_t block_bytes, int position, float* out,
                                                RowState* state) {
-  constexpr int step = F::kStep;
-  typedef typename F::Element E;
-  const int64_t page_bytes = int64_t(kPageSize) * shape.dim * sizeof(E);
+  constexpr int kScales = has_scales<F>() ? kPageScaleBytes / 2 : 0;
   const int low = first_seen(shape, position);
   const int first_page = low / kPageSize, num_pages = position / kPageSize + 1;
-  alignas(64) char copies[2][kPageSize * kMaxHeadDim * sizeof(E)];
+  alignas(64) char copies[2][page_bytes<F>(kMaxHeadDim) + kScales];
   std::memset(out, 0, size_t(shape.dim) * 4);
   *state = {-1e30f, 0.0f, state->slope};
   for (int chunk = first_page / kChunkPages; chunk * kChunkPages < num_pages; ++chunk) {
@@ -243,33 +266,32 @@ __attribute__((noinline)) void attend_strictly(const AttentionShape& shape, cons
     const int end = num_pages - chunk_page < kChunkPages ? num_pages - chunk_page : kChunkPages;
     for (int page = begin; page < end; ++page) {
       keys[page] = keys_of_head + table[chunk_page + page] * block_bytes;
-      values[page] = keys[page] + page_bytes;
+      values[page] = keys[page] + page_bytes<F>(shape.dim);
       const int start = (chunk_page + page) * kPageSize, first = low - start, last = position + 1 - start;
       if (first <= 0 && last >= kPageSize) continue;
       char* copy = copies[last < kPageSize];
-      std::memcpy(copy, values[page], size_t(page_bytes));
+      std::memcpy(copy, values[page], size_t(page_bytes<F>(shape.dim) + kScales));
       values[page] = copy;
       for (int slot = 0; slot < kPageSize; ++slot)
-        for (int d = 0; (slot < first || slot >= last) && d < shape.dim; ++d)
-          reinterpret_cast<E*>(copy)[(slot / step * shape.dim + d) * step + slot % step] = 0;
+        if (slot < first || slot >= last) clear_value<F>(copy, slot, shape.dim);
     }
     attend_rows<F>(1, shape, q, keys, values, values, chunk_page * kPageSize, &position, begin, end, out, state);
   }
 }
 
 // One item: a token tile of one sequence, some of its kv heads. `scratch` is sized by attention_scratch (executor.cpp).
-template <class F>
+template <class F, class C>
 AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const Layer& layer, const AttentionItem& item,
                                 char* scratch) {
   typedef typename F::Element E;
+  typedef typename C::Wide W;
   const Config& c = model.config;
   const int dim = c.head_dim, kv_heads = c.num_kv_heads, group = c.num_heads / kv_heads;
   const AttentionShape shape = {dim, group, layer.window, layer.chunk, layer.slopes ? layer.alibi : kNoAlibi,
                                 layer.scale, c.attention_softcap};
   const Group& cache = model.groups[layer.group];
   const int32_t* table = batch.tables[int64_t(layer.group) * batch.num_sequences + item.sequence];
-  const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E);
-  const int64_t block_bytes = 2 * page_bytes * kv_heads;
+  const int64_t block_bytes = kv_heads * head_bytes<C>(dim);
   const char* base = cache.pool + layer.group_layer * cache.layer_bytes;
   const int rows = item.num_tokens * group;
   const int blocks = (rows + kAttentionRows - 1) / kAttentionRows;
@@ -288,7 +310,7 @@ AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const La
   for (int head = item.first_head; head < item.last_head; ++head) {
     const char* q = model.buffers.queries +
                     (int64_t(head) * batch.num_tokens + row0) * group * dim * int64_t(sizeof(E));
-    if constexpr (F::kHalves == 2) {
+    if constexpr (sizeof(W) != sizeof(E)) {
       widen_row(reinterpret_cast<const uint16_t*>(q), rows * dim, wide);
       q = reinterpret_cast<const char*>(wide);
     }
@@ -303,18 +325,19 @@ AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const La
       const int begin = first_page > chunk_page ? first_page - chunk_page : 0;
       const int end = num_pages - chunk_page < kChunkPages ? num_pages - chunk_page : kChunkPages;
       for (int page = begin; page < end; ++page) {
-        keys[page] = base + table[chunk_page + page] * block_bytes + head * 2 * page_bytes;
-        values[page] = keys[page] + page_bytes;
+        keys[page] = base + table[chunk_page + page] * block_bytes + head * head_bytes<C>(dim);
+        values[page] = keys[page] + page_bytes<C>(dim);
         // While V is read, the K that comes next is fetched: the next chunk's, else the next head's.
         const int later = chunk_page + page + kChunkPages;
         if (later < num_pages)
-          ahead[page] = base + table[later] * block_bytes + head * 2 * page_bytes;
+          ahead[page] = base + table[later] * block_bytes + head * head_bytes<C>(dim);
         else if (head + 1 < item.last_head && page + first_page / kChunkPages * kChunkPages >= first_page &&
                  page + first_page / kChunkPages * kChunkPages < num_pages)
           ahead[page] = base + table[page + first_page / kChunkPages * kChunkPages] * block_bytes +
-                        (head + 1) * 2 * page_bytes;
+                        (head + 1) * head_bytes<C>(dim);
         else
           ahead[page] = values[page];
+        if constexpr (has_scales<C>()) prefetch_l2(key_scales(ahead[page], dim));
       }
       for (int block = 0; block < blocks; ++block) {
         int row, count;
@@ -324,14 +347,14 @@ AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const La
         const int block_begin = first_seen(shape, positions[row]) / kPageSize - chunk_page;
         const int from = block_begin > begin ? block_begin : begin, to = block_end < end ? block_end : end;
         if (from >= to) continue;
-        attend_rows<F>(count, shape, q + int64_t(row) * dim * int64_t(sizeof(typename F::Wide)), keys, values, ahead, chunk_start,
+        attend_rows<C>(count, shape, q + int64_t(row) * dim * int64_t(sizeof(W)), keys, values, ahead, chunk_start,
                        positions + row, from, to, out + int64_t(row) * dim, states + row);
       }
     }
     const bool is_finite = all_finite(out, rows * dim);
     for (int r = 0; r < rows; ++r) {
       if (!is_finite && !all_finite(out + int64_t(r) * dim, dim))
-        attend_strictly<F>(shape, q + int64_t(r) * dim * int64_t(sizeof(typename F::Wide)), base + head * 2 * page_bytes,
+        attend_strictly<C>(shape, q + int64_t(r) * dim * int64_t(sizeof(W)), base + head * head_bytes<C>(dim),
                            table, block_bytes, positions[r], out + int64_t(r) * dim, states + r);
       const int token = row0 + r / group, query_head = head * group + r % group;
       float sum = states[r].sum, rescale = 1.0f;

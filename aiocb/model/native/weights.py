@@ -29,6 +29,7 @@ def build_native_model(
     library: Library,
     description: ModelDescription,
     layout: CacheLayout,
+    kv_format: KVFormat,
     num_threads: int,
     instruction_set: str | None,
     copy_embedding: bool,
@@ -42,7 +43,7 @@ def build_native_model(
     Raises:
         KernelError: the kernels do not support a shape of the model.
     """
-    config = _config(description, layout)
+    config = _config(description, layout, FORMATS[kv_format.name].code)
     native = NativeModel(library, config, num_threads=num_threads, instruction_set=instruction_set)
     for group, cache in enumerate(layout.groups):
         native.set_group(group, cache.num_blocks * layout.page_size // PAGE_SIZE, len(cache.layers))
@@ -56,17 +57,18 @@ def pack_again(native: NativeModel, description: ModelDescription, layout: Cache
     Raises:
         KernelError: the model's shape has changed.
     """
-    if bytes(_config(description, layout)) != bytes(native.config):
+    if bytes(_config(description, layout, native.config.cache_format)) != bytes(native.config):
         raise KernelError("the model has another shape than the one that was loaded; only its weights may change")
     _pack_all(native, description, layout, copy_embedding=False)
 
 
-def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
+def _config(d: ModelDescription, layout: CacheLayout, cache_format: int) -> ModelConfig:
     experts = next((layer.experts for layer in d.layers if layer.experts is not None), None)
     is_gated = all(layer.gate is not None or layer.up is None for layer in d.layers)
     return ModelConfig(
         num_layers=len(d.layers), hidden_size=d.hidden_size, num_heads=d.num_heads, num_kv_heads=d.num_kv_heads,
         head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=_format(d).code,
+        cache_format=cache_format,
         num_experts=len(experts.router) if experts else 0, num_chosen=experts.num_chosen if experts else 0,
         expert_size=experts.down.shape[2] if experts else 0, is_renormalised=bool(experts and experts.is_renormalised),
         activation=ACTIVATIONS[d.activation], is_gated=is_gated, is_layer_norm=d.is_layer_norm,
