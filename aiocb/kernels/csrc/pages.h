@@ -3,10 +3,14 @@
 // Numbers as the model has them (`step` of them in four bytes):
 //   K page [D / step][16 tokens][step], V page [16 / step][D][step]
 // In eight bits, q * scale with q in [-127, 127]:
-//   K page [D][16 tokens], V page [4][D / 16][4 tokens][16], V scales [16], K scales [16]
+//   K page [D / 2][16 tokens][2], V page [4][D / 16][2][16][2 tokens], V scales [16], K scales [16]
 //
 // A scale (bf16) belongs to one token and head and is written with them, once: whatever else is written to the page,
 // copied, swapped or shared with it changes no number. A key or value that is not finite has a NaN for its scale.
+//
+// Bytes are multiplied with numbers of sixteen bits: a row's query, and the weights of its values in one chunk, each
+// scaled by the largest of them. These sums of integers are exact, so nothing depends on their order, and the scales
+// come once per key, not per number. Sixteen bits lose less than the bf16 of a model that computes in it.
 #pragma once
 #include <type_traits>
 
@@ -17,17 +21,115 @@
 namespace aiocb {
 namespace AIOCB_ISA {
 
-// As the formats of vec.h: a step is 64 bytes of a page, here four vectors, which are multiplied as floats.
-struct Int8Pages {
-  typedef float Wide;
-  static constexpr int kStep = 4;
-  static constexpr int kHalves = 4;
-  typedef F16 A;
-  typedef F16 B;
-  static AIOCB_INLINE B load_half(const char* p, int part) { return load(reinterpret_cast<const int8_t*>(p) + part * 16); }
-  static AIOCB_INLINE A broadcast_half(const char* p, int part) { return set1(reinterpret_cast<const float*>(p)[part]); }
-  static AIOCB_INLINE F16 madd(F16 acc, A a, B b) { return fma(a, b, acc); }
+// ---- sixteen sums of products of pairs ----------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+struct PairSums {
+  __m512i v;
 };
+AIOCB_INLINE PairSums zero_sums() { return {_mm512_setzero_si512()}; }
+AIOCB_INLINE F16 to_float(PairSums a) { return {_mm512_cvtepi32_ps(a.v)}; }
+AIOCB_INLINE void store(int16_t* p, F16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v)));
+}
+#else  // parts, as in vec.h
+typedef int16_t VPairs __attribute__((vector_size(4 * kLanes)));
+struct PairSums {
+  VI v[kParts];
+};
+AIOCB_INLINE PairSums zero_sums() {
+  PairSums out;
+  AIOCB_UNROLL for (int i = 0; i < kParts; ++i) out.v[i] = VI{};
+  return out;
+}
+AIOCB_INLINE F16 to_float(PairSums a) { AIOCB_PARTS(__builtin_convertvector(a.v[i], VF)); }
+AIOCB_INLINE void store(int16_t* p, F16 a) {
+  typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
+  const F16 rounded = round_to_int(a);
+  AIOCB_UNROLL for (int i = 0; i < kParts; ++i) {
+    const Shorts shorts = __builtin_convertvector(__builtin_convertvector(rounded.v[i], VI), Shorts);
+    std::memcpy(p + i * kLanes, &shorts, sizeof(shorts));
+  }
+}
+#endif
+AIOCB_INLINE F16 to_float(F16 a) { return a; }
+
+// As the formats of vec.h: a step is 64 bytes of a page, here in two halves of sixteen pairs each.
+struct Int8Pages {
+  typedef int16_t Wide;
+  typedef PairSums Sums;
+  static constexpr int kStep = 4;
+  static constexpr int kHalves = 2;
+  static AIOCB_INLINE Sums none() { return zero_sums(); }
+#if defined(__AVX512F__)
+  typedef __m512i A;
+  typedef __m512i B;
+  static AIOCB_INLINE B load_half(const char* p, int half) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + half));
+  }
+  static AIOCB_INLINE A broadcast_half(const char* p, int half) {
+    int32_t pair;
+    std::memcpy(&pair, p + half * 4, 4);
+    return _mm512_set1_epi32(pair);
+  }
+  static AIOCB_INLINE Sums madd(Sums sums, A a, B b) {
+#if defined(__AVX512VNNI__)
+    asm("vpdpwssd %2, %1, %0" : "+v"(sums.v) : "v"(b), "v"(a));  // not the intrinsic: see VnniDot
+    return sums;
+#else
+    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a, b))};
+#endif
+  }
+#else
+  typedef VPairs A;
+  struct B {
+    VPairs v[kParts];
+  };
+  static AIOCB_INLINE B load_half(const char* p, int half) {
+    typedef int8_t Bytes __attribute__((vector_size(2 * kLanes)));
+    B out;
+    AIOCB_UNROLL for (int i = 0; i < kParts; ++i) {
+      Bytes bytes;
+      std::memcpy(&bytes, p + half * 32 + i * 2 * kLanes, sizeof(bytes));
+      out.v[i] = __builtin_convertvector(bytes, VPairs);
+    }
+    return out;
+  }
+  static AIOCB_INLINE A broadcast_half(const char* p, int half) {
+    int32_t pair;
+    std::memcpy(&pair, p + half * 4, 4);
+    return (A)(VI{} + pair);
+  }
+  static AIOCB_INLINE Sums madd(Sums sums, A a, B b) {
+    AIOCB_UNROLL for (int i = 0; i < kParts; ++i) {
+#if defined(__AVX2__)
+      sums.v[i] += (VI)_mm256_madd_epi16((__m256i)a, (__m256i)b.v[i]);
+#elif defined(__SSE2__)
+      sums.v[i] += (VI)_mm_madd_epi16((__m128i)a, (__m128i)b.v[i]);
+#else  // the first of a pair is the lower half of a lane, on every machine that there is an instruction set for
+      sums.v[i] += (((VI)a << 16) >> 16) * (((VI)b.v[i] << 16) >> 16) + ((VI)a >> 16) * ((VI)b.v[i] >> 16);
+#endif
+    }
+    return sums;
+  }
+#endif
+};
+
+// `count` numbers, a multiple of 16, in sixteen bits; returns the scale, which is NaN where they are not finite.
+template <class E>
+AIOCB_INLINE float to_shorts(const E* x, int count, int16_t* out) {
+  F16 peaks = zero(), nan = zero();
+  for (int i = 0; i < count; i += 16) {
+    const F16 value = load(x + i);
+    nan = fma(value, zero(), nan);
+    peaks = max(peaks, abs(value));
+  }
+  const float peak = reduce_max(peaks);
+  const bool is_finite = reduce_add(nan) == 0.0f;
+  const F16 inverse = set1(is_finite && peak > 1e-34f ? 32767.0f / peak : 0.0f);  // else too small for it
+  for (int i = 0; i < count; i += 16) store(out + i, load(x + i) * inverse);
+  return is_finite ? peak * (1.0f / 32767.0f) : __builtin_nanf("");
+}
 
 // work(C()) of the format that the cache of a model with format F has.
 template <class F, class Work>
@@ -99,10 +201,10 @@ AIOCB_INLINE void store_token(char* pages, int slot, int dim, const E* key, cons
     alignas(64) char packed[kMaxHeadDim];
     uint16_t* const scales = value_scales(values, dim);
     scales[kPageSize + slot] = quantize_head(key, dim, packed);
-    for (int d = 0; d < dim; ++d) pages[d * kPageSize + slot] = packed[d];
+    for (int d = 0; d < dim; d += 2) std::memcpy(pages + d * kPageSize + slot * 2, packed + d, 2);
     scales[slot] = quantize_head(value, dim, packed);
-    char* const line = values + slot / step * dim * step + slot % step * 16;
-    for (int d = 0; d < dim; d += 16) std::memcpy(line + d * step, packed + d, 16);
+    char* const line = values + slot / step * dim * step + slot % step / 2 * 32 + slot % 2;
+    for (int d = 0; d < dim; ++d) line[d / 16 * 64 + d % 16 * 2] = packed[d];
   } else {
     static_assert(std::is_same<E, typename C::Element>::value, "stored as they are");
     char* const column = pages + slot * 4;

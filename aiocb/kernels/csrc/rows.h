@@ -71,7 +71,8 @@ template <class C>
 AIOCB_INLINE char* block_pages(const Model& model, const Layer& layer, int block) {
   const Config& c = model.config;
   const Group& cache = model.groups[layer.group];
-  return cache.pool + layer.group_layer * cache.layer_bytes + int64_t(block) * c.num_kv_heads * head_bytes<C>(c.head_dim);
+  return cache.pool + layer.group_layer * cache.layer_bytes +
+         int64_t(block) * c.num_kv_heads * head_bytes<C>(c.head_dim);
 }
 
 template <class C>

@@ -85,9 +85,6 @@ AIOCB_INLINE F16 load(const uint16_t* p) {
   __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
-AIOCB_INLINE F16 load(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
 AIOCB_INLINE void store(uint16_t* p, F16 a) {
 #if defined(__AVX512BF16__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a.v));
@@ -187,12 +184,6 @@ AIOCB_INLINE F16 load(const uint16_t* p) {
   }
   return out;
 }
-AIOCB_INLINE F16 load(const int8_t* p) {
-  F16 out;
-  AIOCB_UNROLL for (int i = 0; i < 2; ++i)
-    out.v[i] = (VF)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i * 8))));
-  return out;
-}
 AIOCB_INLINE void store(uint16_t* p, F16 a) {
   __m256i halves[2];
   AIOCB_UNROLL for (int i = 0; i < 2; ++i) {
@@ -211,16 +202,6 @@ AIOCB_INLINE F16 load(const uint16_t* p) {
   float lanes[16];
   for (int i = 0; i < 16; ++i) lanes[i] = bf16_to_float(p[i]);
   return load(lanes);
-}
-AIOCB_INLINE F16 load(const int8_t* p) {
-  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-  F16 out;
-  AIOCB_UNROLL for (int i = 0; i < kParts; ++i) {
-    Bytes bytes;
-    std::memcpy(&bytes, p + i * kLanes, kLanes);
-    out.v[i] = __builtin_convertvector(bytes, VF);
-  }
-  return out;
 }
 AIOCB_INLINE void store(uint16_t* p, F16 a) {
   float lanes[16];
@@ -294,6 +275,8 @@ AIOCB_INLINE void store_part(E* p, F16 value, int count) {
 struct F32Format {
   typedef float Element;
   typedef float Wide;
+  typedef F16 Sums;
+  static AIOCB_INLINE Sums none() { return zero(); }
   static constexpr int kStep = 1;
   static constexpr int kHalves = 1;
   static constexpr int kRun = 128;
@@ -311,6 +294,8 @@ struct WidenedFormat : F32Format {
 
 struct Bf16Format {
   typedef uint16_t Element;
+  typedef F16 Sums;
+  static AIOCB_INLINE Sums none() { return zero(); }
   static constexpr int kStep = 2;
   static constexpr int kRun = 0;
 #if defined(__AVX512BF16__)
