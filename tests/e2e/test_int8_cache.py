@@ -44,6 +44,31 @@ async def test_it_takes_a_fraction_of_the_memory(attention: str | None) -> None:
     assert float(own["parity"].value) < 1e-5 < 1e-4 < float(eighth["parity"].value) < 0.02
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("qwen2", "k_proj.bias", {}),
+        ("stablelm", "k_proj.bias", {"use_qkv_bias": True}),
+        ("qwen3", "k_norm.weight", {"head_dim": 32}),
+        ("olmo2", "k_norm.weight", {}),
+    ],
+)
+async def test_channels_that_are_much_larger_do_not_drown_the_others(
+    kind: str, name: str, options: dict[str, Any]
+) -> None:
+    """As biases and norms make them, and queries make up for them; rotated with others and, in StableLM, not."""
+    model = tiny(kind, hidden_size=128, **options)
+    own = name.replace("k_", "q_").removesuffix(".bias")
+    for parameter_name, parameter in model.named_parameters():
+        channels = parameter.view(-1, 32, *parameter.shape[1:]) if parameter.shape[0] % 32 == 0 else parameter
+        if parameter_name.endswith(name):
+            channels[:, [3, 14, 20]] = 300.0
+        elif own in parameter_name:
+            channels[:, [3, 19, 11, 14, 30, 6, 20, 4]] *= 0.001
+    parity = (await described(model, kv_cache_dtype="int8", num_blocks=20))["parity"]
+    assert float(parity.value) < 0.03
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 async def test_what_others_do_changes_nothing(dtype: torch.dtype) -> None:
     """64 requests: one after another, and together in odd chunks, with shared beginnings, preempted, swapped."""

@@ -15,6 +15,7 @@ from aiocb.kernels.formats import FORMATS, PANEL, WeightFormat
 from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig
 from aiocb.model.native.families import Experts, ModelDescription, Projection
 from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
+from aiocb.model.native.keys import even_norms, even_projections
 from aiocb.step import CacheLayout
 
 if TYPE_CHECKING:
@@ -148,8 +149,15 @@ class _Packer:
         """Pack the whole model."""
         d = self._description
         for index, layer in enumerate(d.layers):
-            self._set_vectors(index, layer.vectors)
-            self._set(index, "qkv", *layer.qkv)
+            vectors, qkv = layer.vectors, layer.qkv
+            if self._native.config.cache_format == FORMATS["int8"].code:
+                if "k" in vectors:
+                    query, key = even_norms(d, vectors["q"], vectors["k"])
+                    vectors = {**vectors, "q": query, "k": key}
+                else:
+                    qkv = (even_projections(d, qkv, vectors),)
+            self._set_vectors(index, vectors)
+            self._set(index, "qkv", *qkv)
             self._set(index, "out", layer.out)
             if layer.down is not None:
                 self._set(index, "down", layer.down)
