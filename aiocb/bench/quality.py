@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def english_tokens(tokenizer: Any, count: int) -> list[int]:
 
 
 def measure(name: str, *, num_tokens: int = 20_480, window: int = 512, num_threads: int | None = None) -> list[Row]:
-    """Return a row per candidate: transformers in bfloat16, aiocb in bfloat16 and in int8.
+    """Return a row per candidate: transformers in bfloat16, aiocb in bfloat16, with weights or its cache in int8.
 
     Every row holds `name`, `perplexity`, `logit_error`, `error_ratio` (over that of transformers in bfloat16), `kl`,
     `same_choice` (share of tokens with the same largest logit as float32) and, for aiocb, `weight_mb`.
@@ -75,9 +75,12 @@ def measure(name: str, *, num_tokens: int = 20_480, window: int = 512, num_threa
     candidates: dict[str, Logits] = {"transformers bfloat16": functools.partial(_module_logits, loaded.model)}
     runners = []
     weights = {}
-    for label, quantization in (("aiocb bfloat16", None), ("aiocb int8", "int8")):
+    ways: tuple[tuple[str, str | None, Literal["int8"] | None], ...] = (
+        ("aiocb bfloat16", None, None), ("aiocb int8", "int8", None), ("aiocb int8 cache", None, "int8"),
+    )  # fmt: skip
+    for label, quantization, cache in ways:
         capture = _Capture(model_defaults(loaded.model).vocab_size)
-        runners.append(_runner(loaded.model, quantization, capture, window, num_threads))
+        runners.append(_runner(loaded.model, quantization, capture, window, num_threads, cache))
         candidates[label] = functools.partial(_native_logits, runners[-1], capture)
         weights[label] = {"weight_mb": round(_weight_bytes(loaded.model, quantization) / 1e6, 1)}
     reference = load_model(name, dtype=torch.float32, device="cpu").model
@@ -190,7 +193,12 @@ def _native_logits(runner: NativeRunner, capture: _Capture, ids: list[int]) -> T
 
 
 def _runner(
-    model: Any, quantization: str | None, sampler: Any, num_tokens: int, num_threads: int | None
+    model: Any,
+    quantization: str | None,
+    sampler: Any,
+    num_tokens: int,
+    num_threads: int | None,
+    cache: Literal["int8"] | None = None,
 ) -> NativeRunner:
     library = load()
     if not isinstance(library, Library):
@@ -198,7 +206,8 @@ def _runner(
     description = describe(model)
     if isinstance(description, str):
         raise ConfigError(description)
-    config = EngineConfig(num_blocks=max(16, num_tokens // _PAGE + 2), num_threads=num_threads)
+    num_blocks = max(16, num_tokens // _PAGE + 2)
+    config = EngineConfig(num_blocks=num_blocks, num_threads=num_threads, kv_cache_dtype=cache)
     runner = build(
         description, library, config, max_model_len=description.max_position_embeddings, sampler=sampler, module=model,
         quantization=quantization,

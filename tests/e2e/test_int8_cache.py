@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import aiocb
+from aiocb.attention.base import KVFormat, LayerSpec
+from aiocb.model.kv import choose_layout
 from aiocb.testing import assert_quiescent
 from tests.model.helpers import prompt, tiny
 
@@ -42,6 +44,16 @@ async def test_it_takes_a_fraction_of_the_memory(attention: str | None) -> None:
     assert own["num_blocks"].reason == "configured (3.2 MiB)"
     assert eighth["num_blocks"].reason == "configured (833.2 KiB)"  # 66 bytes for 256
     assert float(own["parity"].value) < 1e-5 < 1e-4 < float(eighth["parity"].value) < 0.02
+
+
+async def test_the_same_memory_holds_more() -> None:
+    spec = LayerSpec(0, 9, 3, 64, 64, 0.125)
+    config = aiocb.EngineConfig(max_memory_percent=0.5)
+    own, eighth = (
+        choose_layout(KVFormat.of(dtype), [spec], 16, config, 1 << 20, torch.device("cpu"), free=1 << 26)[0].groups[0]
+        for dtype in (torch.bfloat16, torch.int8)
+    )
+    assert eighth.num_blocks == own.num_blocks * 128 // 66 and eighth.block_bytes == 16 * 3 * 2 * 66
 
 
 @pytest.mark.parametrize(
