@@ -90,7 +90,10 @@ class Stats:
         num_loop_wakeups: callbacks posted into event loops.
         num_preemptions: how often a request gave its cache back to others.
         num_steps_out_of_memory: steps that were taken back and computed again in smaller ones.
-        max_step_tokens: token budget of a step now: `max_batch_tokens`, or less after one has run out of memory.
+        max_step_tokens: token budget of a step now: `max_batch_tokens`, or less where it would last longer than
+            `target_itl` says, or after one has run out of memory.
+        spec_decode_num_draft_tokens, spec_decode_num_accepted_tokens: tokens that were proposed and verified
+            (`speculation`), and those of them that came.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found.
         prompt_tokens, generation_tokens: of the requests that have ended.
         num_aborts: requests that were cancelled while they were alive.
@@ -119,6 +122,8 @@ class Stats:
     num_preemptions: int
     num_steps_out_of_memory: int
     max_step_tokens: int
+    spec_decode_num_draft_tokens: int
+    spec_decode_num_accepted_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
     prompt_tokens: int
@@ -238,7 +243,9 @@ class Recorder:
             num_loop_wakeups,
             scheduler.num_preemptions,
             scheduler.num_steps_out_of_memory,
-            scheduler.max_step_tokens,
+            scheduler.step_tokens,
+            scheduler.num_draft_tokens,
+            scheduler.num_accepted_tokens,
             scheduler.prefix_cache_queries,
             scheduler.prefix_cache_hits,
             self.prompt_tokens,

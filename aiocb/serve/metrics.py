@@ -54,6 +54,8 @@ COUNTERS = {
     "num_offloads": "How often a preempted request was copied out.",
     "num_restores": "How often one was copied in again.",
     "num_aborts": "Requests that were cancelled while they were alive.",
+    "spec_decode_num_draft_tokens": "Tokens that were proposed and verified.",
+    "spec_decode_num_accepted_tokens": "Tokens that were proposed and came.",
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens that were found there.",
     "prompt_tokens": "Prompt tokens of the requests that have ended.",
