@@ -81,20 +81,24 @@ class KVFormat(NamedTuple):
 
     Attributes:
         name: of the torch dtype.
-        bits: of one value.
+        bits: of one number.
+        scale_bits: of what the numbers of one token and head are multiplied by, keys and values each; 0 without.
     """
 
     name: str
     bits: int
+    scale_bits: int = 0
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> KVFormat:
-        """That of a model which computes in `dtype`."""
-        return cls(str(dtype).removeprefix("torch."), 8 * dtype.itemsize)
+        """That of numbers which are kept in `dtype`: as they are, but for integers."""
+        scale_bits = 0 if dtype.is_floating_point else 16
+        return cls(str(dtype).removeprefix("torch."), 8 * dtype.itemsize, scale_bits)
 
     def page_bytes(self, spec: LayerSpec, page_size: int) -> int:
         """Bytes of one page of a layer."""
-        return page_size * spec.num_kv_heads * (spec.key_dim + spec.value_dim) * self.bits // 8
+        head_bits = (spec.key_dim + spec.value_dim) * self.bits + 2 * self.scale_bits
+        return page_size * spec.num_kv_heads * head_bits // 8
 
 
 class Capabilities(NamedTuple):
@@ -103,6 +107,7 @@ class Capabilities(NamedTuple):
     Attributes:
         devices: torch device types, empty for any.
         dtypes: names of torch dtypes (`"bfloat16"`), empty for any.
+        cache_dtypes: names of those in which keys and values can be stored besides the one that they come in.
         has_unequal_dims: Dk and Dv may differ.
         has_gathered: layers that work on what the cache returns can be served.
         max_head_dim: largest D, None for any.
@@ -115,6 +120,7 @@ class Capabilities(NamedTuple):
 
     devices: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+    cache_dtypes: tuple[str, ...] = ()
     has_unequal_dims: bool = True
     has_gathered: bool = True
     max_head_dim: int | None = None
@@ -125,8 +131,20 @@ class Capabilities(NamedTuple):
     has_softcap: bool = True
     preferred_page_size: int | None = None
 
-    def refusal(self, specs: Iterable[LayerSpec], device: str, dtype: str, page_size: int | None) -> str | None:
-        """Say why layers cannot run here on pages of a size (None is any), or None when they can."""
+    def refusal(
+        self,
+        specs: Iterable[LayerSpec],
+        device: str,
+        dtype: str,
+        page_size: int | None,
+        cache_dtype: str | None = None,
+    ) -> str | None:
+        """Say why layers cannot run here on pages of a size (None is any), or None when they can.
+
+        What is stored is of `cache_dtype`; None is that of queries, keys and values.
+        """
+        if cache_dtype not in (None, *self.cache_dtypes):
+            return f"it stores keys and values as the model has them, not in {cache_dtype}"
         if self.page_sizes and page_size not in (None, *self.page_sizes):
             return f"it works on pages of {', '.join(map(str, self.page_sizes))} tokens, not {page_size}"
         if self.devices and device not in self.devices:
@@ -241,7 +259,10 @@ class AttentionBackend(Protocol):
     def allocate(
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> Any:
-        """Make the zeroed storage of one layer (stale pages must be finite: 0 x NaN is NaN)."""
+        """Make the zeroed storage of one layer (stale pages must be finite: 0 x NaN is NaN).
+
+        `dtype` is that of queries, keys and values, or one of the backend's `cache_dtypes`.
+        """
 
     def block_rows(self, storage: Any) -> tuple[Tensor, ...]:
         """Views of the storage of one layer with one row for each block, [B, ...]; writing to them writes to it."""

@@ -1,8 +1,12 @@
 """Paged attention in native code, for any model on the CPU that attends to plain keys and values.
 
-Storage of one layer is the kernels' page layout (csrc/generic.h), in bf16 or fp32 (step: the 2 or 1 in four bytes):
+Storage of one layer is the kernels' page layout (csrc/pages.h), in bf16 or fp32 (step: the 2 or 1 in four bytes):
 
     pages [B, K, 2, S * D]      K page [D / step][16 tokens][step], V page [16 tokens / step][D][step]
+
+or in int8, with a scale per token and head (csrc/pages.h):
+
+    pages [B, K, 2 * S * (D + 2)]
 
 A row's result depends on the row alone: the softmax runs over fixed chunks of keys from position 0, and no row is cut
 over threads. So it is bit-identical alone, in any batch, and chunked at any boundary.
@@ -61,6 +65,7 @@ class CpuBackend:
     capabilities = Capabilities(
         devices=("cpu",),
         dtypes=("bfloat16", "float32"),
+        cache_dtypes=("int8",),
         has_unequal_dims=False,
         has_gathered=False,
         max_head_dim=256,
@@ -81,8 +86,10 @@ class CpuBackend:
     def allocate(
         self, spec: LayerSpec, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Make the zeroed pages of one layer, [B, K, 2, S * D]; resident where they were used."""
-        shape = (num_blocks, spec.num_kv_heads, 2, page_size * spec.key_dim)
+        """Make the zeroed pages of one layer; resident where they were used."""
+        shape: tuple[int, ...] = (num_blocks, spec.num_kv_heads, 2, page_size * spec.key_dim)
+        if dtype == torch.int8:
+            shape = (*shape[:2], KVFormat.of(dtype).page_bytes(spec, page_size) // spec.num_kv_heads)
         size = math.prod(shape) * dtype.itemsize
         # calloc, unlike torch.zeros, leaves the memory untouched; aligned for whole cache lines and huge pages.
         alignment = _HUGE_PAGE if size >= _HUGE_PAGE else 64
@@ -113,7 +120,7 @@ class CpuBackend:
         call = PagedCall(
             num_tokens=int(batch.starts[-1]),
             num_sequences=batch.num_rows,
-            format=FORMATS[KVFormat.of(batch.dtype).name].code,
+            format=_format(batch.dtype),
             window=tables.window or 0,
             chunk=tables.chunk or 0,
             slots=tables.slots.data_ptr(),
@@ -158,9 +165,16 @@ def _floats(values: Tensor | None) -> Tensor | None:
 
 
 def _set_pages(call: PagedCall, storage: Tensor) -> None:
-    num_blocks, num_kv_heads, _, size = storage.shape
+    num_blocks, num_kv_heads, *_, size = storage.shape
     call.pool, call.num_blocks, call.num_kv_heads = storage.data_ptr(), num_blocks, num_kv_heads
     call.num_heads, call.head_dim = num_kv_heads, size // PAGE_SIZE
+    call.cache_format = _format(storage.dtype)
+    if storage.dtype == torch.int8:
+        call.head_dim = size // (2 * PAGE_SIZE) - KVFormat.of(storage.dtype).scale_bits // 8
+
+
+def _format(dtype: torch.dtype) -> int:
+    return FORMATS[KVFormat.of(dtype).name].code
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -144,8 +144,8 @@ class _Bench:
     def _model(self, dtype: str, layers: int) -> NativeModel:
         config = ModelConfig(
             num_layers=layers, hidden_size=576, num_heads=_HEADS, num_kv_heads=_KV_HEADS, head_dim=_DIM,
-            intermediate_size=1536, vocab_size=64, format=FORMATS[dtype].code, num_groups=1,
-            norm_eps=1e-5, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
+            intermediate_size=1536, vocab_size=64, format=FORMATS[dtype].code, cache_format=FORMATS[dtype].code,
+            num_groups=1, norm_eps=1e-5, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
         )  # fmt: skip
         return NativeModel(self._library, config, num_threads=self._num_threads)
 

@@ -7,6 +7,7 @@ beside transformers in bfloat16, the precision that users take for granted.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -59,7 +60,8 @@ def english_tokens(tokenizer: Any, count: int) -> list[int]:
 
 
 def measure(name: str, *, num_tokens: int = 20_480, window: int = 512, num_threads: int | None = None) -> list[Row]:
-    """Return a row per candidate: transformers in bfloat16, aiocb in bfloat16, int8 and int4, and a GGUF file as it is.
+    """Return a row per candidate: transformers in bfloat16; aiocb in bfloat16, int8, int4, with a cache in int8, and
+    from a GGUF file as it is.
 
     Every row holds `name`, `perplexity`, `logit_error`, `error_ratio` (over that of transformers in bfloat16), `kl`,
     `same_choice` (share of tokens with the same largest logit as float32) and, for aiocb, `weight_mb`.
@@ -82,12 +84,14 @@ def measure(name: str, *, num_tokens: int = 20_480, window: int = 512, num_threa
     config = EngineConfig(num_blocks=max(16, window // _PAGE + 2), num_threads=num_threads)
     file = find_file(name, "auto", "cpu")
     labels: list[tuple[str, str | None]] = [("bfloat16", None), ("int8", "int8"), ("int4", "int4")]
+    labels.append(("int8 cache", None))
     for label, quantization in labels if file is None else [*labels, ("as stored", None)]:
         capture = _Capture(model_defaults(loaded.model).vocab_size)
         if label == "as stored" and file is not None:
             runner, num_bytes = _stored_runner(file, capture, config)
         else:
-            runner = _runner(loaded.model, quantization, capture, config)
+            settings = dataclasses.replace(config, kv_cache_dtype="int8") if label == "int8 cache" else config
+            runner = _runner(loaded.model, quantization, capture, settings)
             num_bytes = _weight_bytes(loaded.model, quantization)
         runners.append(runner)
         candidates[f"aiocb {label}"] = functools.partial(_native_logits, runner, capture)

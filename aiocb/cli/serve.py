@@ -52,6 +52,9 @@ class ServeOptions:
     root_path: Annotated[str, _option("The path under which a proxy shows the server.")] = ""
     enable_page: Annotated[bool, _option("The chat page at /.", "--page/--no-page")] = True
     max_queue_size: Annotated[int, _option("Requests that may wait; more are answered 429.", panel="Limits")] = 1024
+    kv_cache_dtype: Annotated[
+        Literal["int8"] | None, _option("Keys and values in half the memory, on the CPU.", panel="Engine")
+    ] = None
     target_itl: Annotated[
         float | None, _option("Seconds that a step with prompts may last; 0 is no bound.", panel="Engine")
     ] = None
@@ -62,7 +65,7 @@ class ServeOptions:
     num_speculative_tokens: Annotated[int, _option("Most tokens of a proposal.", panel="Engine")] = 7
 
 
-_ENGINE_SETTINGS = ("max_queue_size", "target_ttft", "speculation", "num_speculative_tokens")
+_ENGINE_SETTINGS = ("max_queue_size", "kv_cache_dtype", "target_ttft", "speculation", "num_speculative_tokens")
 
 
 def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,8 @@ class ModelConfig(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in (
             "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
-            "format", "activation", "is_gated", "is_layer_norm", "qk_norm", "is_parallel", "rotary_dim", "num_groups",
-            "num_ropes", "num_experts", "num_chosen", "expert_size", "is_renormalised",
+            "format", "cache_format", "activation", "is_gated", "is_layer_norm", "qk_norm", "is_parallel", "rotary_dim",
+            "num_groups", "num_ropes", "num_experts", "num_chosen", "expert_size", "is_renormalised",
         )),
         *((name, c_float) for name in (
             "norm_eps", "embedding_scale", "residual_scale", "logit_scale", "attention_softcap", "logit_softcap",
@@ -104,8 +104,8 @@ class PagedCall(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in (
-            "num_tokens", "num_sequences", "num_heads", "num_kv_heads", "head_dim", "format", "num_blocks", "window",
-            "chunk", "alibi",
+            "num_tokens", "num_sequences", "num_heads", "num_kv_heads", "head_dim", "format", "cache_format",
+            "num_blocks", "window", "chunk", "alibi",
         )),
         ("scale", c_float),
         ("softcap", c_float),

@@ -27,7 +27,7 @@ from aiocb.errors import ConfigError
 from aiocb.model.sizes import CPU_REQUESTS, MAX_REQUESTS, expected_length, expected_tokens
 from aiocb.step import BlockCopy, CacheGroup, CacheLayout
 
-__all__ = ["PagedCache", "choose_layout", "choose_page_size", "format_size", "free_memory"]
+__all__ = ["PagedCache", "choose_cache_dtype", "choose_layout", "choose_page_size", "format_size", "free_memory"]
 
 CPU_TOKENS_PER_REQUEST = 1024
 CPU_MAX_BYTES = 2 << 30
@@ -42,6 +42,7 @@ class PagedCache:
 
     Args:
         layout: that the cache manager obeys.
+        dtype: what keys and values are stored in.
 
     Raises:
         ConfigError: the memory cannot be allocated.
@@ -92,6 +93,14 @@ def choose_page_size(config: EngineConfig, default: int, whose: str) -> tuple[in
     """The configured page size, else the default of whoever reads the pages."""
     page_size = config.page_size or default
     return page_size, Choice("page_size", str(page_size), "configured" if config.page_size else f"what {whose} prefers")
+
+
+def choose_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> tuple[torch.dtype, Choice]:
+    """What keys and values are stored in: as configured, else as the model has them."""
+    name = "kv_cache_dtype"
+    if config.kv_cache_dtype == "int8":
+        return torch.int8, Choice(name, "int8", "configured; a scale for every token and head")
+    return dtype, Choice(name, KVFormat.of(dtype).name, "the model's own")
 
 
 class Budget(NamedTuple):

@@ -17,6 +17,7 @@ import pytest
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(180)]
 CHAT = "/v1/chat/completions"
+UNKNOWN = ["smollm2", "--kv-cache-dtype", "fp8"]
 LONG = {
     "messages": [{"role": "user", "content": "Tell a long story."}],
     "max_tokens": 1500,
@@ -99,7 +100,7 @@ def test_killed_in_the_middle_and_started_again(programs: list[Program]) -> None
 
 def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    for arguments in (["nobody/nothing"], ["smollm2", "--host", "0.0.0.0", "--cors-origin", "*"]):
+    for arguments in (["nobody/nothing"], ["smollm2", "--host", "0.0.0.0", "--cors-origin", "*"], UNKNOWN):
         command = [sys.executable, "-m", "aiocb", "serve", *arguments, "--port", "0"]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path, check=False

@@ -83,6 +83,7 @@ IN_THE_CACHE: dict[str, tuple[dict[str, Any], Callable[[CacheLayout], Any], Any]
     ),
 }  # fmt: skip
 ELSEWHERE = {
+    "kv_cache_dtype": "e2e/test_int8_cache.py::test_it_takes_a_fraction_of_the_memory",
     "cpu_offload_space": "model/test_swap.py::test_each_group_has_its_share",
     "cpu_offload_space_safety_threshold": "model/test_swap.py::test_more_than_is_safe_is_cut_with_a_warning",
     "state_interval": "model/test_states.py::test_the_interval_follows_the_size",

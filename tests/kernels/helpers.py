@@ -27,6 +27,7 @@ def native(library: Library, instruction_set: str, dtype: str, *, num_threads: i
         "vocab_size": 64, "format": FORMATS[dtype].code, "num_groups": 1,
         "norm_eps": 1e-5, "embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0,
     } | fields  # fmt: skip
+    values.setdefault("cache_format", values["format"])
     return NativeModel(library, ModelConfig(**values), num_threads=num_threads, instruction_set=instruction_set)
 
 

@@ -40,12 +40,13 @@ def gated(weight: Any) -> Any:
     return padded.reshape(2, -1, 32).transpose(1, 0, 2).reshape(-1).copy()
 
 
-def model_of(library: Library, dtype: str, packed: str, *, has_experts: bool) -> NativeModel:
+def model_of(library: Library, dtype: str, packed: str, cache: str, *, has_experts: bool) -> NativeModel:
     config = ModelConfig(
         num_layers=2, hidden_size=HIDDEN, num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, intermediate_size=INNER,
-        vocab_size=VOCAB, format=FORMATS[dtype].code, activation=ACTIVATIONS["gelu_tanh"], is_gated=1, qk_norm=1,
-        rotary_dim=10, num_groups=2, num_ropes=1, num_experts=EXPERTS * has_experts, num_chosen=2 * has_experts,
-        expert_size=EXPERT * has_experts, norm_eps=1e-5, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
+        vocab_size=VOCAB, format=FORMATS[dtype].code, cache_format=FORMATS[cache].code,
+        activation=ACTIVATIONS["gelu_tanh"], is_gated=1, qk_norm=1, rotary_dim=10, num_groups=2, num_ropes=1,
+        num_experts=EXPERTS * has_experts, num_chosen=2 * has_experts, expert_size=EXPERT * has_experts,
+        norm_eps=1e-5, embedding_scale=1.0, residual_scale=1.0, logit_scale=1.0,
         attention_softcap=20.0,
     )  # fmt: skip
     model = NativeModel(library, config, num_threads=2)
@@ -75,6 +76,12 @@ def model_of(library: Library, dtype: str, packed: str, *, has_experts: bool) ->
     model.set_linear(-1, "head", addresses(head), HIDDEN, **plain)
     model.set_embedding(embedding.ctypes.data, WeightSource.of(dtype), embedding)
     return model
+
+
+def page_bytes(cache: str) -> int:
+    """Of one block of one layer."""
+    head_bytes = {"float32": DIM * 4, "bfloat16": DIM * 2, "int8": DIM + 2}[cache]
+    return 2 * PAGE_SIZE * KV * head_bytes
 
 
 def step(model: NativeModel, sequences: list[tuple[int, int, int, list[int]]]) -> Any:
@@ -118,7 +125,7 @@ def select(model: NativeModel, logits: Any) -> None:
     assert (columns["ids"] >= 0).all() and np.isfinite(columns["chosen"]).any()
 
 
-def operators(library: Library, dtype: str) -> None:
+def operators(library: Library, dtype: str, cache: str) -> None:
     kernels = GenericKernels(library, num_threads=2)
     weight, a = weights(70, 34, dtype), weights(9, 34, dtype)
     out = np.zeros((9, 70), a.dtype)
@@ -128,18 +135,18 @@ def operators(library: Library, dtype: str) -> None:
     assert out.any()
     length, size = 37, a.itemsize
     q, k, v = (weights(length, heads * DIM, dtype) for heads in (HEADS, KV, KV))
-    pages = np.full((8, KV, 2, PAGE_SIZE * DIM), 0xFF, np.uint8).repeat(size, axis=-1)  # NaN
+    pages = np.full((8, page_bytes(cache)), 0xFF, np.uint8)  # NaN
     attended = np.zeros_like(q)
     table, at = np.array([3, 6, 2], np.int32), np.arange(length)
     slots = table.astype(np.int64)[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
     zero, lengths, num_pages = np.zeros(1, np.int32), np.array([length], np.int32), np.array([3], np.int32)
     call = PagedCall(
         num_tokens=length, num_sequences=1, num_heads=HEADS, num_kv_heads=KV, head_dim=DIM, format=FORMATS[dtype].code,
-        num_blocks=8, scale=0.25, pool=pages.ctypes.data, query=q.ctypes.data, key=k.ctypes.data,
-        value=v.ctypes.data, query_stride=q.strides[0], query_head_stride=DIM * size, key_stride=k.strides[0],
-        key_head_stride=DIM * size, value_stride=v.strides[0], value_head_stride=DIM * size, slots=slots.ctypes.data,
-        starts=zero.ctypes.data, lengths=lengths.ctypes.data, pages=table.ctypes.data, offsets=zero.ctypes.data,
-        num_pages=num_pages.ctypes.data, out=attended.ctypes.data,
+        cache_format=FORMATS[cache].code, num_blocks=8, scale=0.25, pool=pages.ctypes.data, query=q.ctypes.data,
+        key=k.ctypes.data, value=v.ctypes.data, query_stride=q.strides[0], query_head_stride=DIM * size,
+        key_stride=k.strides[0], key_head_stride=DIM * size, value_stride=v.strides[0], value_head_stride=DIM * size,
+        slots=slots.ctypes.data, starts=zero.ctypes.data, lengths=lengths.ctypes.data, pages=table.ctypes.data,
+        offsets=zero.ctypes.data, num_pages=num_pages.ctypes.data, out=attended.ctypes.data,
     )  # fmt: skip
     kernels.write(call)
     slopes = np.full(HEADS, 0.3, np.float32)
@@ -213,12 +220,12 @@ def main() -> int:
     if isinstance(library, KernelUnavailable):
         print(library.reason)
         return 1
-    for dtype, packed, has_experts in (
-        ("float32", "float32", False), ("bfloat16", "bfloat16", True), ("bfloat16", "int8", True),
-        ("float32", "int8", False),
+    for dtype, packed, cache, has_experts in (
+        ("float32", "float32", "float32", False), ("bfloat16", "bfloat16", "bfloat16", True),
+        ("bfloat16", "int8", "int8", True), ("float32", "int8", "int8", False),
     ):  # fmt: skip
-        model = model_of(library, dtype, packed, has_experts=has_experts)
-        stale = np.full(2 * PAGE_SIZE * KV * DIM * (4 if dtype == "float32" else 2), 0xFF, np.uint8)
+        model = model_of(library, dtype, packed, cache, has_experts=has_experts)
+        stale = np.full(page_bytes(cache), 0xFF, np.uint8)
         for group in range(2):
             for block in range(1, 12):
                 model.write_block(group, block, stale)
@@ -236,7 +243,8 @@ def main() -> int:
             assert "outside the pool" in str(error), error
         model.close()
     for dtype in ("float32", "bfloat16"):
-        operators(library, dtype)
+        operators(library, dtype, dtype)
+        operators(library, dtype, "int8")
         recurrences(library, dtype)
     print("smoke", library.instruction_set(), ctypes.sizeof(StepArguments))
     return 0

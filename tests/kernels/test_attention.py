@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from aiocb.kernels import Library, NativeModel
+from aiocb.kernels.formats import FORMATS
 from tests.kernels.helpers import DTYPES, Rows, Tensor, native, step_arguments
 
 NUM_BLOCKS = 64
 LENGTHS = (300, 77, 16, 33)
+STORED = [(dtype, cache) for dtype in DTYPES for cache in (dtype, "int8")]
+of_every_format = pytest.mark.parametrize(("dtype", "cache"), STORED, ids=["-".join(pair) for pair in STORED])
 # Prefill alone, chunks of two sequences with a decode, then decode of all: every boundary is uneven.
 STEPS = [
     [(0, 0, 150)],
@@ -34,6 +37,16 @@ def _rope(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -
     a, b = x[..., :half], x[..., half : 2 * half]
     y[..., :half], y[..., half : 2 * half] = a * cosine - b * sine, b * cosine + a * sine
     return y
+
+
+def in_eight_bits(x: Tensor) -> Tensor:
+    """What is kept of rows [T, K, D]: bytes times a scale, which is a 127th of the largest, rounded up to bfloat16."""
+    x = x.float()
+    exact = x.abs().amax(-1, keepdim=True) / 127
+    nearest = exact.bfloat16()
+    above = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
+    scale = torch.where(nearest.float() < exact, above, nearest).float()
+    return (x * (1 / scale)).round().double() * scale
 
 
 CASES: list[dict[str, Any]] = [
@@ -60,7 +73,7 @@ def attend(model: NativeModel, layer: int, sequences: Sequence[Rows], qkv: Tenso
 class Case:
     """One of `CASES`: a model of one layer, and packed q, k and v of four sequences, [T, H + 2 K, D]."""
 
-    def __init__(self, library: Library, instruction_set: str, dtype: str, case: dict[str, Any]) -> None:
+    def __init__(self, library: Library, instruction_set: str, dtype: str, cache: str, case: dict[str, Any]) -> None:
         self.heads, self.kv, self.dim, self.window = case["heads"], case["kv"], case["dim"], case.get("window", 0)
         self.softcap, self.scale = case.get("softcap", 0.0), case.get("scale", self.dim**-0.5)
         rotary = case.get("rotary", 0)
@@ -68,6 +81,7 @@ class Case:
         self.model = native(
             library, instruction_set, dtype, num_heads=self.heads, num_kv_heads=self.kv, head_dim=self.dim,
             rotary_dim=rotary, num_ropes=int(rotary > 0), attention_softcap=self.softcap,
+            cache_format=FORMATS[cache].code,
         )  # fmt: skip
         rope = 0 if rotary else -1
         self.model.set_group(0, NUM_BLOCKS, 1)
@@ -81,11 +95,13 @@ class Case:
         self.inputs = [torch.randn(length, self.heads + 2 * self.kv, self.dim) for length in LENGTHS]
         blocks = (torch.randperm(60) + 1).tolist()
         self.tables = [[blocks.pop() for _ in range(-(-length // 16))] for length in LENGTHS]
-        self.dtype = DTYPES[dtype]
+        self.dtype, self.is_int8 = DTYPES[dtype], cache == "int8"
 
     def fill(self, value: float) -> None:
         """Leave `value` in every page."""
-        page = torch.full((2 * 16 * self.kv * self.dim,), value, dtype=self.dtype).view(torch.uint8).numpy()
+        count = self.kv * 16 * (self.dim + 2 if self.is_int8 else 2 * self.dim)
+        dtype = torch.bfloat16 if self.is_int8 else self.dtype  # of the scales; the rest is any bytes
+        page = torch.full((count,), value, dtype=dtype).view(torch.uint8).numpy()
         for block in range(1, NUM_BLOCKS):
             self.model.write_block(0, block, page)
 
@@ -108,7 +124,9 @@ class Case:
         positions = torch.arange(length)
         if len(self.frequencies):
             q, k = (_rope(part, positions, self.frequencies) for part in (q, k))
-        q, k, v = (part.to(self.dtype).double().transpose(0, 1) for part in (q, k, v))
+        q = q.to(self.dtype).double()
+        k, v = (in_eight_bits(part) if self.is_int8 else part.to(self.dtype).double() for part in (k, v))
+        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
         k, v = (part.repeat_interleave(self.heads // self.kv, dim=0) for part in (k, v))
         scores = q @ k.transpose(1, 2) * self.scale
         if self.softcap:
@@ -126,23 +144,24 @@ class Case:
 of_every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{k}{v}" for k, v in case.items()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_every_format
 @of_every_case
-def test_attention(library: Library, instruction_set: str, dtype: str, case: dict[str, Any]) -> None:
+def test_attention(library: Library, instruction_set: str, dtype: str, cache: str, case: dict[str, Any]) -> None:
     """Rotary embedding, cache write and attention over mixed steps."""
-    one = Case(library, instruction_set, dtype, case)
-    tolerance = 2e-5 if dtype == "float32" else 0.02
+    one = Case(library, instruction_set, dtype, cache, case)
+    # In eight bits, a number between two bytes may go either way after another rotation.
+    tolerance = {"float32": 2e-5, "int8": 2e-3}[cache] if dtype == "float32" else 0.02
     for x, out in zip(one.inputs, one.run(), strict=True):
         torch.testing.assert_close(out.double(), one.expected(x), rtol=tolerance, atol=tolerance)
     one.model.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_every_format
 @of_every_case
 def test_what_freed_pages_hold_harms_nobody(
-    library: Library, instruction_set: str, dtype: str, case: dict[str, Any]
+    library: Library, instruction_set: str, dtype: str, cache: str, case: dict[str, Any]
 ) -> None:
-    one = Case(library, instruction_set, dtype, case)
+    one = Case(library, instruction_set, dtype, cache, case)
     clean = one.run()
     for value in (math.nan, math.inf, -math.inf):
         one.fill(value)
@@ -151,13 +170,13 @@ def test_what_freed_pages_hold_harms_nobody(
 
 
 @pytest.mark.parametrize("part", ["key", "value"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_every_format
 @of_every_case
 def test_one_tokens_nan_reaches_those_who_see_it(
-    library: Library, instruction_set: str, dtype: str, case: dict[str, Any], part: str
+    library: Library, instruction_set: str, dtype: str, cache: str, case: dict[str, Any], part: str
 ) -> None:
     """Not the tokens before it in the same page and the same chunk, not those whose window is past it; all others."""
-    one = Case(library, instruction_set, dtype, case)
+    one = Case(library, instruction_set, dtype, cache, case)
     clean = one.run()
     inputs, at = [x.clone() for x in one.inputs], 170
     first = one.heads + (one.kv if part == "value" else 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -131,7 +131,13 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
 
 
 def build_of(
-    model: nn.Module, *, library: Library | None = None, num_blocks: int = 63, num_threads: int = 2, **options: Any
+    model: nn.Module,
+    *,
+    library: Library | None = None,
+    num_blocks: int = 63,
+    num_threads: int = 2,
+    cache: Literal["int8"] | None = None,
+    **options: Any,
 ) -> Any:
     """A runner, or the reason why there is none."""
     description = describe(model)
@@ -139,7 +145,7 @@ def build_of(
         return description
     loaded = library or load()
     assert isinstance(loaded, Library), loaded
-    config = EngineConfig(num_blocks=num_blocks, num_threads=num_threads)
+    config = EngineConfig(num_blocks=num_blocks, num_threads=num_threads, kv_cache_dtype=cache)
     length = description.max_position_embeddings
     built = build(description, loaded, config, max_model_len=length, module=model, **options)
     return built.reason if isinstance(built, Refusal) else built

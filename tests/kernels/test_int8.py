@@ -252,6 +252,9 @@ def test_quality_on_a_real_model() -> None:
     assert bf16["logit_error"] <= module["logit_error"]
     assert abs(int8["perplexity"] / bf16["perplexity"] - 1) <= 0.015
     assert int8["weight_mb"] <= 0.62 * bf16["weight_mb"]
+    cache = rows["aiocb int8 cache"]
+    assert cache["logit_error"] <= 1.2 * module["logit_error"]
+    assert abs(cache["perplexity"] / bf16["perplexity"] - 1) <= 0.005
 
 
 @pytest.mark.model

@@ -13,6 +13,7 @@ from tests.kernels.helpers import MiniScheduler, Request
 from tests.kernels.test_families import make, prompts_of, runner_of
 
 pytestmark = pytest.mark.slow
+of_both_caches = pytest.mark.parametrize("cache", [None, "int8"], ids=["own cache", "int8 cache"])
 
 
 class Recorder(MiniScheduler):
@@ -49,10 +50,13 @@ def _record(runner: NativeRunner, prompts: list[list[int]], budget: int, seed: i
     return recorder.logits
 
 
+@of_both_caches
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "olmo2", "qwen2_moe-mixed", "olmoe"])
-def test_alone_batched_chunked(library: Library, instruction_set: str, name: str, dtype: torch.dtype) -> None:
-    runner = runner_of(make(name, dtype), library=library, instruction_set=instruction_set)
+def test_alone_batched_chunked(
+    library: Library, instruction_set: str, name: str, dtype: torch.dtype, cache: str | None
+) -> None:
+    runner = runner_of(make(name, dtype), library=library, instruction_set=instruction_set, cache=cache)
     prompts = [*prompts_of(5), list(range(3, 123)) + list(range(3, 80))]
     alone: dict[int, list[torch.Tensor]] = {}
     for index, prompt in enumerate(prompts):
@@ -65,9 +69,10 @@ def test_alone_batched_chunked(library: Library, instruction_set: str, name: str
     runner.close()
 
 
-def test_after_a_shared_prefix_and_a_copied_block(library: Library) -> None:
+@of_both_caches
+def test_after_a_shared_prefix_and_a_copied_block(library: Library, cache: str | None) -> None:
     """Starting in the middle, on blocks that another request has filled, or on a copy of its last one."""
-    runner = runner_of(make("llama", torch.bfloat16), library=library)
+    runner = runner_of(make("llama", torch.bfloat16), library=library, cache=cache)
     prompt = prompts_of(3)[2]
     first = Recorder(runner)
     donor = Request(0, prompt, 4)
@@ -88,11 +93,12 @@ def test_after_a_shared_prefix_and_a_copied_block(library: Library) -> None:
     runner.close()
 
 
-def test_blocks_move_out_and_back(library: Library) -> None:
+@of_both_caches
+def test_blocks_move_out_and_back(library: Library, cache: str | None) -> None:
     """A preempted request's blocks are read back, overwritten by others, and restored elsewhere."""
     import numpy as np
 
-    runner = runner_of(make("gemma3", torch.bfloat16), library=library)
+    runner = runner_of(make("gemma3", torch.bfloat16), library=library, cache=cache)
     prompt = prompts_of(3)[2]
     plain = Recorder(runner)
     plain.run([Request(0, prompt, 8)], 4096)

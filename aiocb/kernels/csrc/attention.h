@@ -5,15 +5,20 @@
 // in a batch, and chunked at any boundary. A masked key adds exactly zero: 0 * v, or, where that is NaN because a freed
 // page was left with NaN or infinity, nothing at all (attend_strictly).
 //
-//   K page [D / step][16 tokens][step]   scores of 16 keys:  one load and one broadcast of q per k step
-//   V page [16 / step][D][step]          16 output columns:  one load and one broadcast of p per k step
+//   K page (pages.h)   scores of 16 keys:  one load and one broadcast of q per k step
+//   V page             16 output columns:  one load and one broadcast of p per k step
+//
+// Where keys and values have scales of their own, scores are multiplied by those of the keys, and the weights of the
+// values by those of the values; the sums of a chunk are sums of integers then.
 //
 // Rows of a work item are (token, head of the group) pairs: they share every load of K and V.
 #pragma once
 #include <cmath>
+#include <type_traits>
 
 #include "gemm.h"
 #include "model.h"
+#include "pages.h"
 #include "vec.h"
 
 namespace aiocb {
@@ -36,9 +41,9 @@ constexpr int kAttentionVectors = 1;
 template <class F, int R, int P>
 AIOCB_INLINE void score_pages(const char* q, int64_t q_stride, const char* const* pages, const char* const* ahead,
                               int steps, float* scores) {
-  F16 acc[R][P];
+  typename F::Sums acc[R][P];
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
-    AIOCB_UNROLL for (int p = 0; p < P; ++p) acc[r][p] = zero();
+    AIOCB_UNROLL for (int p = 0; p < P; ++p) acc[r][p] = F::none();
   for (int k = 0; k < steps; ++k) {
     AIOCB_UNROLL for (int half = 0; half < F::kHalves; ++half) {
       typename F::B keys[P];
@@ -51,19 +56,24 @@ AIOCB_INLINE void score_pages(const char* q, int64_t q_stride, const char* const
     AIOCB_UNROLL for (int p = 0; p < P; ++p) prefetch_l2(ahead[p] + k * 64);
   }
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
-    AIOCB_UNROLL for (int p = 0; p < P; ++p) store(scores + r * kChunk + p * 16, acc[r][p]);
+    AIOCB_UNROLL for (int p = 0; p < P; ++p) store(scores + r * kChunk + p * 16, to_float(acc[r][p]));
 }
 
-// out[r][0..16 * C) = out * rescale[r] + p[r] . V over pages [first, last) of the chunk.
+// out[r][0..16 * C) = out * rescale[r] + p[r] . V over pages [first, last) of the chunk. `scales` are those of p's rows,
+// where they have any.
 template <class F, int R, int C>
 AIOCB_INLINE void mix_pages(const char* p, const char* const* pages, const char* const* ahead, int first, int last,
-                            int dim, int column, const float* rescale, float* out) {
+                            int dim, int column, const float* rescale, const float* scales, float* out) {
   constexpr int steps = kPageSize / F::kStep;
   constexpr int64_t p_stride = kChunk * sizeof(typename F::Wide);
-  F16 acc[R][C];
+  typename F::Sums acc[R][C];
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
-    AIOCB_UNROLL for (int c = 0; c < C; ++c)
-      acc[r][c] = load(out + r * dim + column + c * 16) * set1(rescale[r]);
+    AIOCB_UNROLL for (int c = 0; c < C; ++c) {
+      if constexpr (has_scales<F>())
+        acc[r][c] = F::none();
+      else
+        acc[r][c] = load(out + r * dim + column + c * 16) * set1(rescale[r]);
+    }
   for (int page = first; page < last; ++page) {
     const char* v = pages[page] + column * 4;
     const char* next = ahead[page] + column * 4;
@@ -83,11 +93,18 @@ AIOCB_INLINE void mix_pages(const char* p, const char* const* pages, const char*
     }
   }
   AIOCB_UNROLL for (int r = 0; r < R; ++r)
-    AIOCB_UNROLL for (int c = 0; c < C; ++c) store(out + r * dim + column + c * 16, acc[r][c]);
+    AIOCB_UNROLL for (int c = 0; c < C; ++c) {
+      float* target = out + r * dim + column + c * 16;
+      if constexpr (has_scales<F>())
+        store(target, fma(to_float(acc[r][c]), set1(scales[r]), load(target) * set1(rescale[r])));
+      else
+        store(target, acc[r][c]);
+    }
 }
 
 struct RowState {
   float largest, sum, slope;
+  float scale;  // of the query, where that is in sixteen bits
 };
 
 struct AttentionShape {
@@ -164,7 +181,7 @@ __attribute__((noinline)) void attend_chunk(const AttentionShape& shape, const c
   typedef typename F::Wide W;
   alignas(64) float scores[R * kChunk];
   alignas(64) W probabilities[R * kChunk];
-  float rescale[R];
+  float rescale[R], scales[R];
   const int64_t q_stride = int64_t(shape.dim) * sizeof(W);
   const int steps = shape.dim / F::kStep;
   int page = first;
@@ -176,19 +193,36 @@ __attribute__((noinline)) void attend_chunk(const AttentionShape& shape, const c
       score_pages<F, R, 2>(q, q_stride, keys + page, values + page, steps, scores + page * 16);
   for (; page < last; ++page)
     score_pages<F, R, 1>(q, q_stride, keys + page, values + page, steps, scores + page * 16);
+  if constexpr (has_scales<F>())
+    for (page = first; page < last; ++page) {
+      const F16 scale = load(key_scales(keys[page], shape.dim));
+      AIOCB_UNROLL for (int r = 0; r < R; ++r) {
+        float* row = scores + r * kChunk + page * 16;
+        store(row, load(row) * (scale * set1(states[r].scale)));
+      }
+    }
   if (kHasAlibi)
     for (int r = 0; r < R; ++r)
       add_alibi(shape, states[r].slope, chunk_start, positions[r], first, last, scores + r * kChunk);
-  for (int r = 0; r < R; ++r)
-    rescale[r] = softmax_row(shape, chunk_start, positions[r], first, last, scores + r * kChunk,
-                             probabilities + r * kChunk, states + r);
+  for (int r = 0; r < R; ++r) {
+    float* row = scores + r * kChunk;
+    if constexpr (has_scales<F>()) {
+      rescale[r] = softmax_row(shape, chunk_start, positions[r], first, last, row, row, states + r);
+      for (page = first; page < last; ++page)
+        store(row + page * 16, load(row + page * 16) * load(value_scales(values[page], shape.dim)));
+      scales[r] = to_shorts(row + first * 16, (last - first) * 16, probabilities + r * kChunk + first * 16);
+    } else {
+      rescale[r] = softmax_row(shape, chunk_start, positions[r], first, last, row, probabilities + r * kChunk,
+                               states + r);
+    }
+  }
   const char* p = reinterpret_cast<const char*>(probabilities);
   int column = 0;
   if (kAttentionVectors == 4)
     for (; column + 64 <= shape.dim; column += 64)
-      mix_pages<F, R, 4>(p, values, ahead, first, last, shape.dim, column, rescale, out);
+      mix_pages<F, R, 4>(p, values, ahead, first, last, shape.dim, column, rescale, scales, out);
   for (; column < shape.dim; column += 16)
-    mix_pages<F, R, 1>(p, values, ahead, first, last, shape.dim, column, rescale, out);
+    mix_pages<F, R, 1>(p, values, ahead, first, last, shape.dim, column, rescale, scales, out);
 }
 
 template <class F>
@@ -228,14 +262,12 @@ template <class F>
 __attribute__((noinline)) void attend_strictly(const AttentionShape& shape, const char* q, const char* keys_of_head,
                                                const int32_t* table, int64_t block_bytes, int position, float* out,
                                                RowState* state) {
-  constexpr int step = F::kStep;
-  typedef typename F::Element E;
-  const int64_t page_bytes = int64_t(kPageSize) * shape.dim * sizeof(E);
+  constexpr int kScales = has_scales<F>() ? kPageScaleBytes / 2 : 0;
   const int low = first_seen(shape, position);
   const int first_page = low / kPageSize, num_pages = position / kPageSize + 1;
-  alignas(64) char copies[2][kPageSize * kMaxHeadDim * sizeof(E)];
+  alignas(64) char copies[2][page_bytes<F>(kMaxHeadDim) + kScales];
   std::memset(out, 0, size_t(shape.dim) * 4);
-  *state = {-1e30f, 0.0f, state->slope};
+  *state = {-1e30f, 0.0f, state->slope, state->scale};
   for (int chunk = first_page / kChunkPages; chunk * kChunkPages < num_pages; ++chunk) {
     const char *keys[kChunkPages], *values[kChunkPages];
     const int chunk_page = chunk * kChunkPages;
@@ -243,33 +275,32 @@ __attribute__((noinline)) void attend_strictly(const AttentionShape& shape, cons
     const int end = num_pages - chunk_page < kChunkPages ? num_pages - chunk_page : kChunkPages;
     for (int page = begin; page < end; ++page) {
       keys[page] = keys_of_head + table[chunk_page + page] * block_bytes;
-      values[page] = keys[page] + page_bytes;
+      values[page] = keys[page] + page_bytes<F>(shape.dim);
       const int start = (chunk_page + page) * kPageSize, first = low - start, last = position + 1 - start;
       if (first <= 0 && last >= kPageSize) continue;
       char* copy = copies[last < kPageSize];
-      std::memcpy(copy, values[page], size_t(page_bytes));
+      std::memcpy(copy, values[page], size_t(page_bytes<F>(shape.dim) + kScales));
       values[page] = copy;
       for (int slot = 0; slot < kPageSize; ++slot)
-        for (int d = 0; (slot < first || slot >= last) && d < shape.dim; ++d)
-          reinterpret_cast<E*>(copy)[(slot / step * shape.dim + d) * step + slot % step] = 0;
+        if (slot < first || slot >= last) clear_value<F>(copy, slot, shape.dim);
     }
     attend_rows<F>(1, shape, q, keys, values, values, chunk_page * kPageSize, &position, begin, end, out, state);
   }
 }
 
 // One item: a token tile of one sequence, some of its kv heads. `scratch` is sized by attention_scratch (executor.cpp).
-template <class F>
+template <class F, class C>
 AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const Layer& layer, const AttentionItem& item,
                                 char* scratch) {
   typedef typename F::Element E;
+  typedef typename C::Wide W;
   const Config& c = model.config;
   const int dim = c.head_dim, kv_heads = c.num_kv_heads, group = c.num_heads / kv_heads;
   const AttentionShape shape = {dim, group, layer.window, layer.chunk, layer.slopes ? layer.alibi : kNoAlibi,
                                 layer.scale, c.attention_softcap};
   const Group& cache = model.groups[layer.group];
   const int32_t* table = batch.tables[int64_t(layer.group) * batch.num_sequences + item.sequence];
-  const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E);
-  const int64_t block_bytes = 2 * page_bytes * kv_heads;
+  const int64_t block_bytes = kv_heads * head_bytes<C>(dim);
   const char* base = cache.pool + layer.group_layer * cache.layer_bytes;
   const int rows = item.num_tokens * group;
   const int blocks = (rows + kAttentionRows - 1) / kAttentionRows;
@@ -280,20 +311,21 @@ AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const La
   const int most_rows = group > kItemRows ? group : kItemRows;
   RowState* states = reinterpret_cast<RowState*>(out + int64_t(most_rows) * dim);
   int* positions = reinterpret_cast<int*>(states + most_rows);
-  float* wide = reinterpret_cast<float*>(positions + most_rows);  // the queries, where they are not used as they are
+  char* wide = reinterpret_cast<char*>(positions + most_rows);  // the queries, where they are not used as they are
 
   const int last_position = start + item.num_tokens - 1;
   const int num_pages = last_position / kPageSize + 1, first_page = first_seen(shape, start) / kPageSize;
 
   for (int head = item.first_head; head < item.last_head; ++head) {
-    const char* q = model.buffers.queries +
-                    (int64_t(head) * batch.num_tokens + row0) * group * dim * int64_t(sizeof(E));
-    if constexpr (F::kHalves == 2) {
-      widen_row(reinterpret_cast<const uint16_t*>(q), rows * dim, wide);
-      q = reinterpret_cast<const char*>(wide);
-    }
+    const E* given = reinterpret_cast<const E*>(model.buffers.queries) +
+                     (int64_t(head) * batch.num_tokens + row0) * group * dim;
+    const char* q = std::is_same<W, E>::value ? reinterpret_cast<const char*>(given) : wide;
+    if constexpr (F::kHalves == 2 && !has_scales<C>())
+      widen_row(given, rows * dim, reinterpret_cast<float*>(wide));
     for (int r = 0; r < rows; ++r) {
-      states[r] = {-1e30f, 0.0f, layer.slopes ? layer.slopes[head * group + r % group] : 0.0f};
+      states[r] = {-1e30f, 0.0f, layer.slopes ? layer.slopes[head * group + r % group] : 0.0f, 1.0f};
+      if constexpr (has_scales<C>())
+        states[r].scale = to_shorts(given + int64_t(r) * dim, dim, reinterpret_cast<W*>(wide) + int64_t(r) * dim);
       positions[r] = start + r / group;
     }
     std::memset(out, 0, size_t(rows) * dim * 4);
@@ -303,18 +335,19 @@ AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const La
       const int begin = first_page > chunk_page ? first_page - chunk_page : 0;
       const int end = num_pages - chunk_page < kChunkPages ? num_pages - chunk_page : kChunkPages;
       for (int page = begin; page < end; ++page) {
-        keys[page] = base + table[chunk_page + page] * block_bytes + head * 2 * page_bytes;
-        values[page] = keys[page] + page_bytes;
+        keys[page] = base + table[chunk_page + page] * block_bytes + head * head_bytes<C>(dim);
+        values[page] = keys[page] + page_bytes<C>(dim);
         // While V is read, the K that comes next is fetched: the next chunk's, else the next head's.
         const int later = chunk_page + page + kChunkPages;
         if (later < num_pages)
-          ahead[page] = base + table[later] * block_bytes + head * 2 * page_bytes;
+          ahead[page] = base + table[later] * block_bytes + head * head_bytes<C>(dim);
         else if (head + 1 < item.last_head && page + first_page / kChunkPages * kChunkPages >= first_page &&
                  page + first_page / kChunkPages * kChunkPages < num_pages)
           ahead[page] = base + table[page + first_page / kChunkPages * kChunkPages] * block_bytes +
-                        (head + 1) * 2 * page_bytes;
+                        (head + 1) * head_bytes<C>(dim);
         else
           ahead[page] = values[page];
+        if constexpr (has_scales<C>()) prefetch_l2(key_scales(ahead[page], dim));
       }
       for (int block = 0; block < blocks; ++block) {
         int row, count;
@@ -324,14 +357,14 @@ AIOCB_INLINE void run_attention(const Model& model, const Batch& batch, const La
         const int block_begin = first_seen(shape, positions[row]) / kPageSize - chunk_page;
         const int from = block_begin > begin ? block_begin : begin, to = block_end < end ? block_end : end;
         if (from >= to) continue;
-        attend_rows<F>(count, shape, q + int64_t(row) * dim * int64_t(sizeof(typename F::Wide)), keys, values, ahead, chunk_start,
+        attend_rows<C>(count, shape, q + int64_t(row) * dim * int64_t(sizeof(W)), keys, values, ahead, chunk_start,
                        positions + row, from, to, out + int64_t(row) * dim, states + row);
       }
     }
     const bool is_finite = all_finite(out, rows * dim);
     for (int r = 0; r < rows; ++r) {
       if (!is_finite && !all_finite(out + int64_t(r) * dim, dim))
-        attend_strictly<F>(shape, q + int64_t(r) * dim * int64_t(sizeof(typename F::Wide)), base + head * 2 * page_bytes,
+        attend_strictly<C>(shape, q + int64_t(r) * dim * int64_t(sizeof(W)), base + head * head_bytes<C>(dim),
                            table, block_bytes, positions[r], out + int64_t(r) * dim, states + r);
       const int token = row0 + r / group, query_head = head * group + r % group;
       float sum = states[r].sum, rescale = 1.0f;

@@ -44,7 +44,7 @@ void Executor::reserve_scratch(int64_t bytes) {
 // Sums, states and positions of an item's rows, and its queries where they are widened: see run_attention.
 static int64_t attention_scratch(const Config& shape) {
   const int group = shape.num_heads / shape.num_kv_heads;
-  return int64_t(group > kItemRows ? group : kItemRows) * (shape.head_dim * 8 + 16);
+  return int64_t(group > kItemRows ? group : kItemRows) * (shape.head_dim * 8 + 20);
 }
 
 void Executor::plan_attention(const Config& shape, Batch* batch) {

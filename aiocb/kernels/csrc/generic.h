@@ -13,13 +13,11 @@ namespace aiocb {
 namespace AIOCB_ISA {
 namespace {
 
-// K page [D / step][16 tokens][step], V page [16 tokens / step][D][step].
-template <class F>
+template <class F, class C>
 AIOCB_INLINE void write_rows(const PagedCall& c, const Lane& lane) {
   typedef typename F::Element E;
-  constexpr int step = F::kStep;
   const int dim = c.head_dim;
-  const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E), block_bytes = 2 * page_bytes * c.num_kv_heads;
+  const int64_t block_bytes = c.num_kv_heads * head_bytes<C>(dim);
   const Share tokens = share_of(c.num_tokens, lane);
   for (int token = tokens.begin; token < tokens.end; ++token) {
     const int64_t slot = c.slots[token];
@@ -27,26 +25,20 @@ AIOCB_INLINE void write_rows(const PagedCall& c, const Lane& lane) {
     if (token + 1 < tokens.end && c.slots[token + 1] / kPageSize != slot / kPageSize) {
       const int64_t next = c.slots[token + 1];
       const char* later = c.pool + next / kPageSize * block_bytes;
-      const int64_t line = next % kPageSize / step * dim * 4;
-      for (int h = 0; h < c.num_kv_heads; ++h, later += 2 * page_bytes) {
-        for (int d = 0; d < dim / step; ++d) __builtin_prefetch(later + d * 64, 1, 2);
-        for (int d = 0; d < dim; d += 16) __builtin_prefetch(later + page_bytes + line + d * 4, 1, 2);
-      }
+      for (int h = 0; h < c.num_kv_heads; ++h, later += head_bytes<C>(dim))
+        prefetch_token<C>(later, int(next % kPageSize), dim);
     }
-    const int place = int(slot % kPageSize);
-    for (int h = 0; h < c.num_kv_heads; ++h, pages += 2 * page_bytes) {
+    for (int h = 0; h < c.num_kv_heads; ++h, pages += head_bytes<C>(dim)) {
       const char* key = c.key + token * c.key_stride + h * c.key_head_stride;
-      const E* value = reinterpret_cast<const E*>(c.value + token * c.value_stride + h * c.value_head_stride);
-      char* column = pages + place * 4;
-      for (int d = 0; d < dim / step; ++d) std::memcpy(column + d * 64, key + d * 4, 4);
-      E* line = reinterpret_cast<E*>(pages + page_bytes) + int64_t(place / step) * dim * step + place % step;
-      for (int d = 0; d < dim; ++d) line[d * step] = value[d];
+      const char* value = c.value + token * c.value_stride + h * c.value_head_stride;
+      store_token<C>(pages, int(slot % kPageSize), dim, reinterpret_cast<const E*>(key),
+                     reinterpret_cast<const E*>(value));
     }
   }
 }
 
 // An item owns its tokens and heads, so it brings its own queries to where run_attention reads them: [K][T][G][D].
-template <class F>
+template <class F, class C>
 AIOCB_INLINE void attend_items(const PagedModel& paged, const Lane& lane) {
   const PagedCall& c = *paged.call;
   const Model& model = paged.model;
@@ -61,7 +53,7 @@ AIOCB_INLINE void attend_items(const PagedModel& paged, const Lane& lane) {
         for (int g = 0; g < group; ++g)
           std::memcpy(model.buffers.queries + ((int64_t(head) * c.num_tokens + token) * group + g) * row_bytes,
                       c.query + token * c.query_stride + (head * group + g) * c.query_head_stride, size_t(row_bytes));
-    run_attention<F>(model, batch, paged.layer, item, lane.scratch);
+    run_attention<F, C>(model, batch, paged.layer, item, lane.scratch);
   }
 }
 
@@ -92,11 +84,17 @@ struct RowsEpilogue {
 };
 
 void paged_write(const PagedCall* call, Lane lane) {
-  with_format(call->format, [&](auto format) { write_rows<decltype(format)>(*call, lane); });
+  with_format(call->format, [&](auto format) {
+    typedef decltype(format) F;
+    with_cache<F>(call->cache_format, [&](auto cache) { write_rows<F, decltype(cache)>(*call, lane); });
+  });
 }
 
 void paged_attend(const PagedModel* model, Lane lane) {
-  with_format(model->call->format, [&](auto format) { attend_items<decltype(format)>(*model, lane); });
+  with_format(model->call->format, [&](auto format) {
+    typedef decltype(format) F;
+    with_cache<F>(model->call->cache_format, [&](auto cache) { attend_items<F, decltype(cache)>(*model, lane); });
+  });
 }
 
 void linear_rows(const Linear* linear, const char* a, int64_t a_stride, int rows, char* out, int64_t out_stride,

@@ -106,6 +106,11 @@ struct Step {
   }
 
   void place(const Layer& layer) const {
+    with_cache<F>(c.cache_format, [&](auto cache) { place_in<decltype(cache)>(layer); });
+  }
+
+  template <class C>
+  void place_in(const Layer& layer) const {
     const int width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim;
     const int32_t* const* tables = batch.tables + int64_t(layer.group) * batch.num_sequences;
     int sequence = 0, first = 0;
@@ -117,15 +122,18 @@ struct Step {
     int block = block_of(rows.begin);
     for (int row = rows.begin; row < rows.end; ++row) {
       const int next = row + 1 < rows.end ? block_of(row + 1) : block;
-      if (next != block) prefetch_place<F>(model, layer, batch.positions[row + 1], next);
-      place_token<F>(model, layer, row, batch.num_tokens, batch.positions[row], block, buffers.qkv + int64_t(row) * width);
+      if (next != block) prefetch_place<C>(model, layer, batch.positions[row + 1], next);
+      place_token<F, C>(model, layer, row, batch.num_tokens, batch.positions[row], block,
+                        buffers.qkv + int64_t(row) * width);
       block = next;
     }
   }
 
   void attend(const Layer& layer, int index) const {
-    for (int i; (i = pool_next(model.pool, index)) < batch.num_items;)
-      run_attention<F>(model, batch, layer, batch.items[i], lane.scratch);
+    with_cache<F>(c.cache_format, [&](auto cache) {
+      for (int i; (i = pool_next(model.pool, index)) < batch.num_items;)
+        run_attention<F, decltype(cache)>(model, batch, layer, batch.items[i], lane.scratch);
+    });
   }
 
   // Rows that are padded to whole k steps of `down` are zero there: so are the weights that make them.

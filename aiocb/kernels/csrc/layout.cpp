@@ -35,15 +35,15 @@ struct Entry {
 
 constexpr Entry kEntries[] = {
     STRUCT(Config, num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, format,
-           activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, num_groups, num_ropes, num_experts,
+           cache_format, activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, num_groups, num_ropes, num_experts,
            num_chosen, expert_size, is_renormalised, norm_eps, embedding_scale, residual_scale, logit_scale,
            attention_softcap, logit_softcap)
     STRUCT(StepArgs, num_tokens, num_sequences, num_outputs, num_new_blocks, token_ids, rows, starts, lengths,
            block_starts, block_counts, new_blocks, output_rows, logit_targets, logits, argmax)
     STRUCT(SelectArgs, mode, num_rows, vocab, stride, logits, rows, kinds, temperature, top_k, top_p, log_min_p,
            uniforms, ids, tokens, num_top, width, chosen, ranks, top_values, top_ids)
-    STRUCT(PagedCall, num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window, chunk,
-           alibi, scale, softcap, pool, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride,
+    STRUCT(PagedCall, num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, cache_format, num_blocks,
+           window, chunk, alibi, scale, softcap, pool, query, key, value, query_stride, query_head_stride, key_stride, key_head_stride,
            value_stride, value_head_stride, slots, starts, lengths, pages, offsets, num_pages, sinks, slopes, out)
     STRUCT(Team, parallel, thread, size)
     STRUCT(ScanRows, num_rows, num_slots, starts, slots, is_fresh)

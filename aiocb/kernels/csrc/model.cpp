@@ -43,6 +43,8 @@ void check_config(const Config& c) {
       c.num_ropes < 0 || (c.format != kF32 && c.format != kBf16))
     throw Failure(kBadShape, "%ld layers of width %ld and %ld, vocabulary %ld, %ld groups, %ld ropes, format %ld",
                   c.num_layers, c.hidden_size, c.intermediate_size, c.vocab_size, c.num_groups, c.num_ropes, c.format);
+  if (c.cache_format != c.format && c.cache_format != kInt8)
+    throw Failure(kBadShape, "a cache in format %ld under a model in %ld", c.cache_format, c.format);
   if (c.num_experts && (c.num_experts < 0 || c.num_chosen < 1 || c.num_chosen > c.num_experts || c.expert_size < 1 ||
                         c.is_parallel || !c.is_gated))
     throw Failure(kBadShape, "%ld of %ld experts of width %ld: gated, and after attention, are supported", c.num_chosen,
@@ -157,7 +159,10 @@ void record_inputs(Handle* handle, int layer, int name, float* squares) {
 }
 
 int64_t block_bytes(const Handle* handle) {
-  return int64_t(handle->plain.config.num_kv_heads) * 2 * kPageSize * handle->plain.config.head_dim * handle->element();
+  const Config& c = handle->plain.config;
+  const bool is_int8 = c.cache_format == kInt8;
+  const int64_t number = is_int8 ? 1 : handle->element();
+  return c.num_kv_heads * (2 * kPageSize * c.head_dim * number + (is_int8 ? kPageScaleBytes : 0));
 }
 
 // Of a block's page in the first layer; the others are `layer_bytes` apart.

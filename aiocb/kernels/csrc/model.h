@@ -13,6 +13,7 @@ constexpr int kPageSize = 16;     // tokens of one page: the lanes of one vector
 constexpr int kChunkPages = 8;    // softmax works on fixed chunks of 128 keys, counted from position 0
 constexpr int kPanel = 64;        // columns of one packed weight panel
 constexpr int kMaxHeadDim = 256;
+constexpr int kPageScaleBytes = 2 * kPageSize * 2;  // of a head's keys and values in eight bits: pages.h
 constexpr int kItemRows = 48;      // rows (tokens x heads of a group) of one unit of attention work
 constexpr int kOwnRows = 4;       // up to so many rows, every thread quantises for itself
 constexpr int kRowPad = 64;       // bytes added to an activation row, so that rows do not share cache sets
@@ -96,7 +97,8 @@ struct Layer {
 
 struct Config {
   int32_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size;
-  int32_t format;     // of weights, activations and cache: kF32 or kBf16
+  int32_t format;     // of weights and activations: kF32 or kBf16
+  int32_t cache_format;  // the same, or kInt8
   int32_t activation, is_gated, is_layer_norm, qk_norm, is_parallel, rotary_dim, num_groups, num_ropes;
   int32_t num_experts, num_chosen, expert_size;  // of each mixture; experts of a row; intermediate size of one expert
   int32_t is_renormalised;                       // weights of the chosen experts add up to one
@@ -106,7 +108,7 @@ struct Config {
 struct Group {
   int32_t num_blocks, num_layers;
   int64_t layer_bytes;  // from one layer's blocks to the next one's
-  char* pool;           // [num_layers][num_blocks][K][K page, V page]
+  char* pool;           // [num_layers][num_blocks][K][K page, V page, scales]: pages.h
 };
 
 struct Rope {
@@ -186,9 +188,10 @@ struct PackArgs {
 
 // One layer's paged attention over torch tensors (generic.h): strides in bytes, rows contiguous along the head dim.
 struct PagedCall {
-  int32_t num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, num_blocks, window, chunk, alibi;
+  int32_t num_tokens, num_sequences, num_heads, num_kv_heads, head_dim, format, cache_format, num_blocks, window, chunk,
+      alibi;
   float scale, softcap;
-  char* pool;                     // [B][K][K page, V page] of one layer
+  char* pool;                     // [B][K][K page, V page, scales] of one layer
   const char *query, *key, *value;
   int64_t query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride;
   const int64_t* slots;           // [T] block * page size + offset of each new token

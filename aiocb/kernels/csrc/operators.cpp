@@ -22,6 +22,8 @@ void check_shape(const PagedCall& c) {
     throw Failure(kBadShape, "%ld tokens, %ld heads over %ld", c.num_tokens, c.num_heads, c.num_kv_heads);
   if (c.head_dim < 16 || c.head_dim % 16 || c.head_dim > kMaxHeadDim)
     throw Failure(kBadShape, "heads of %ld: multiples of 16 up to %ld", c.head_dim, kMaxHeadDim);
+  if (c.cache_format != c.format && c.cache_format != kInt8)
+    throw Failure(kBadShape, "pages in format %ld under tensors in %ld", c.cache_format, c.format);
   if (c.window < 0 || c.chunk < 0 || c.alibi < kNoAlibi || c.alibi > kRoundedAlibi ||
       (c.alibi && (!c.slopes || c.softcap > 0.0f)))
     throw Failure(kBadShape, "window %ld, chunk %ld, alibi %ld", c.window, c.chunk, c.alibi);

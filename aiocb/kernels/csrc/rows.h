@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "model.h"
+#include "pages.h"
 #include "sources.h"
 #include "vec.h"
 
@@ -74,22 +75,25 @@ AIOCB_INLINE void rotate_head(const Config& c, const float* cosine, const float*
   }
 }
 
-// The 4-byte columns of a K page are as many cache lines: ask for those of the next token while this one is computed.
-template <class F>
-AIOCB_INLINE void prefetch_place(const Model& model, const Layer& layer, int position, int block) {
+// The pages of a block of a layer's cache, head by head.
+template <class C>
+AIOCB_INLINE char* block_pages(const Model& model, const Layer& layer, int block) {
   const Config& c = model.config;
   const Group& cache = model.groups[layer.group];
-  const int64_t page_bytes = int64_t(kPageSize) * c.head_dim * sizeof(typename F::Element);
-  const char* pages = cache.pool + layer.group_layer * cache.layer_bytes + int64_t(block) * c.num_kv_heads * 2 * page_bytes;
-  const int64_t value = int64_t(position % kPageSize / F::kStep) * c.head_dim * 4;
-  for (int h = 0; h < c.num_kv_heads; ++h, pages += 2 * page_bytes) {
-    for (int d = 0; d < c.head_dim / F::kStep; ++d) __builtin_prefetch(pages + d * 64, 1, 2);
-    for (int d = 0; d < c.head_dim; d += 16) __builtin_prefetch(pages + page_bytes + value + d * 4, 1, 2);
-  }
+  return cache.pool + layer.group_layer * cache.layer_bytes +
+         int64_t(block) * c.num_kv_heads * head_bytes<C>(c.head_dim);
+}
+
+template <class C>
+AIOCB_INLINE void prefetch_place(const Model& model, const Layer& layer, int position, int block) {
+  const Config& c = model.config;
+  const char* pages = block_pages<C>(model, layer, block);
+  for (int h = 0; h < c.num_kv_heads; ++h, pages += head_bytes<C>(c.head_dim))
+    prefetch_token<C>(pages, position % kPageSize, c.head_dim);
 }
 
 // One token of one layer: norm and rotate q and k, put q where attention reads it ([K][T][G][D]), k and v in the cache.
-template <class F>
+template <class F, class C>
 AIOCB_INLINE void place_token(const Model& model, const Layer& layer, int token, int num_tokens, int position,
                               int block, float* qkv) {
   typedef typename F::Element E;
@@ -115,25 +119,19 @@ AIOCB_INLINE void place_token(const Model& model, const Layer& layer, int token,
                 ((int64_t(h / group) * num_tokens + token) * group + h % group) * dim;
     for (int d = 0; d < dim; d += 16) store(target + d, load(head + d));
   }
-  const Group& cache = model.groups[layer.group];
-  const int64_t page_bytes = int64_t(kPageSize) * dim * sizeof(E);
-  char* pages = cache.pool + layer.group_layer * cache.layer_bytes + int64_t(block) * kv_heads * 2 * page_bytes;
+  char* pages = block_pages<C>(model, layer, block);
   const int slot = position % kPageSize;
-  constexpr int step = F::kStep;
-  for (int h = 0; h < kv_heads; ++h, pages += 2 * page_bytes) {
-    float* head = k + h * dim;
-    if (c.qk_norm == kPerHead) norm_row(layer.k, false, c.norm_eps, head, dim, head);
-    if (cosine) rotate_head(c, cosine, sine, head);
-    alignas(64) E packed[kMaxHeadDim];
-    for (int d = 0; d < dim; d += 16) store(packed + d, load(head + d));
-    // K page: [D / step][16 tokens][step]
-    char* column = pages + slot * 4;
-    for (int d = 0; d < dim / step; ++d)
-      std::memcpy(column + d * 64, reinterpret_cast<const char*>(packed) + d * 4, 4);
-    // V page: [16 tokens / step][D][step]
-    for (int d = 0; d < dim; d += 16) store(packed + d, load(v + h * dim + d));
-    E* line = reinterpret_cast<E*>(pages + page_bytes) + int64_t(slot / step) * dim * step + slot % step;
-    for (int d = 0; d < dim; ++d) line[d * step] = packed[d];
+  for (int h = 0; h < kv_heads; ++h, pages += head_bytes<C>(dim)) {
+    float *key = k + h * dim, *value = v + h * dim;
+    if (c.qk_norm == kPerHead) norm_row(layer.k, false, c.norm_eps, key, dim, key);
+    if (cosine) rotate_head(c, cosine, sine, key);
+    if constexpr (has_scales<C>()) {
+      store_token<C>(pages, slot, dim, key, value);
+    } else {
+      alignas(64) E packed[2][kMaxHeadDim];
+      for (int d = 0; d < dim; d += 16) store(packed[0] + d, load(key + d)), store(packed[1] + d, load(value + d));
+      store_token<C>(pages, slot, dim, packed[0], packed[1]);
+    }
   }
 }
 

@@ -275,6 +275,8 @@ AIOCB_INLINE void store_part(E* p, F16 value, int count) {
 struct F32Format {
   typedef float Element;
   typedef float Wide;
+  typedef F16 Sums;
+  static AIOCB_INLINE Sums none() { return zero(); }
   static constexpr int kStep = 1;
   static constexpr int kHalves = 1;
   static constexpr int kRun = 128;
@@ -292,6 +294,8 @@ struct WidenedFormat : F32Format {
 
 struct Bf16Format {
   typedef uint16_t Element;
+  typedef F16 Sums;
+  static AIOCB_INLINE Sums none() { return zero(); }
   static constexpr int kStep = 2;
   static constexpr int kRun = 0;
 #if defined(__AVX512BF16__)

@@ -48,17 +48,20 @@ def choose_backend(
     Args:
         specs: of all layers.
         dtype, device: of keys and values.
-        config: names a backend, or none.
+        config: names a backend, or none, and what keys and values are stored in.
         failed: backends that have been tried, and what was wrong.
         makers: by name, in place of the registry.
 
     Raises:
-        ConfigError: the configured backend cannot run this model.
+        ConfigError: the configured backend cannot run this model, or none can store keys and values as configured.
     """
     layers, format_name = tuple(specs), str(dtype).removeprefix("torch.")
+    stored = config.kv_cache_dtype
+    if stored is not None and not layers:
+        raise ConfigError(f"kv_cache_dtype={stored!r} has no effect: the model caches no keys and values; leave it out")
     if config.attention is not None:
         backend = _made(config.attention, makers)
-        reason = backend.capabilities.refusal(layers, device.type, format_name, config.page_size)
+        reason = backend.capabilities.refusal(layers, device.type, format_name, config.page_size, stored)
         if reason is not None:
             raise ConfigError(f"attention {config.attention!r} cannot run this model: {reason}")
         return backend, Choice("attention", backend.name, "configured")
@@ -68,13 +71,20 @@ def choose_backend(
         if reason is None:
             try:
                 backend = _made(name, makers)
-                reason = backend.capabilities.refusal(layers, device.type, format_name, config.page_size)
+                reason = backend.capabilities.refusal(layers, device.type, format_name, config.page_size, stored)
             except ConfigError as error:
                 reason = str(error)
             if reason is None:
                 why = "native paged attention" if name == "cpu" else f"the first that works on {device.type}"
                 return backend, Choice("attention", name, "; ".join([why, *passed]))
         passed.append(f"not {name}: {reason}")
+    if stored is not None:
+        if config.native is False:
+            passed.append("native=False")
+        raise ConfigError(
+            f"kv_cache_dtype={stored!r} needs the native attention of the CPU, which cannot be had here "
+            f"({'; '.join(passed)}); leave it out"
+        )
     why = "; ".join([f"plain torch on {device.type}", *passed])
     return _made("sdpa", makers), Choice("attention", "sdpa", why)
 

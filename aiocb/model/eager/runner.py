@@ -27,7 +27,7 @@ from aiocb.model.eager.choose import choose_backend, choose_scans, pack_linears
 from aiocb.model.eager.dry_step import dry_step
 from aiocb.model.eager.slots import choose_states, layout_without_keys
 from aiocb.model.eager.states import StateStorage
-from aiocb.model.kv import PagedCache, choose_layout, choose_page_size
+from aiocb.model.kv import PagedCache, choose_cache_dtype, choose_layout, choose_page_size
 from aiocb.model.measure import Meter, StepMemory, measure_step, meter_of
 from aiocb.model.memory import run_in_memory
 from aiocb.model.parity import check_parity
@@ -87,7 +87,8 @@ class TorchRunner(ImmediateRunner):
         try:
             choices = self._assemble(config)
         except ConfigError as error:
-            if config.native is not None or not self._uses_native:
+            # Without native code there is no other cache.
+            if config.native is not None or not self._uses_native or config.kv_cache_dtype is not None:
                 raise
             self._close_linears()
             choices = self._assemble(dataclasses.replace(config, native=False))
@@ -104,7 +105,8 @@ class TorchRunner(ImmediateRunner):
             adapter.view.model, self._backend, config, has_mixers=adapter.is_split
         )
         self._uses_native |= self._linears is not None
-        kv_format = KVFormat.of(adapter.dtype)
+        self._cache_dtype, cache_choice = choose_cache_dtype(config, adapter.dtype)
+        kv_format = KVFormat.of(self._cache_dtype)
         if adapter.states:
             adapter.scans = choose_scans(adapter.device, self._backend, self._linears, config)
         preferred = self._backend.capabilities.preferred_page_size or PAGE_SIZE
@@ -116,7 +118,7 @@ class TorchRunner(ImmediateRunner):
         layout, swap_choice = choose_swap(layout, config, is_on_host=adapter.device.type == "cpu")
         if self._agree is not None:
             layout = self._agree(layout)
-        self._cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
+        self._cache = PagedCache(self._backend, adapter.specs, layout, self._cache_dtype, adapter.device)
         self._swap: SwapBuffer | None = None
         if layout.swap_places:
             rows = self._cache.block_rows()
@@ -132,7 +134,7 @@ class TorchRunner(ImmediateRunner):
             adapter.scans, adapter.why_split = None, str(error)
             parity = check_parity(self._model, self, kv_format.name)
         chosen = [*adapter.choices, attention_choice, linears_choice, page_choice, *state_choices]
-        return [*chosen, *(() if step is None else (step.choice,)), layout_choice, swap_choice, parity]
+        return [*chosen, *(() if step is None else (step.choice,)), cache_choice, layout_choice, swap_choice, parity]
 
     def _layout(
         self, config: EngineConfig, page_size: int, states: StateLayout | None, reserved: Mapping[str, int]
@@ -141,7 +143,7 @@ class TorchRunner(ImmediateRunner):
         adapter = self._adapter
         if adapter.specs:
             layout, choice = choose_layout(
-                KVFormat.of(adapter.dtype),
+                KVFormat.of(self._cache_dtype),
                 adapter.specs.values(),
                 page_size,
                 config,
@@ -186,7 +188,7 @@ class TorchRunner(ImmediateRunner):
         layout, _ = self._layout(dataclasses.replace(config, num_blocks=1), page_size, states, {})
 
         def run(num_tokens: int) -> None:
-            cache = PagedCache(self._backend, adapter.specs, layout, adapter.dtype, adapter.device)
+            cache = PagedCache(self._backend, adapter.specs, layout, self._cache_dtype, adapter.device)
             with torch.inference_mode(), self._threads():
                 dry_step(
                     lambda entries, records: adapter.run(entries, records, self._backend, cache, self._states),

@@ -16,7 +16,7 @@ from aiocb.errors import ConfigError
 from aiocb.kernels import KernelError, Library
 from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.kernels.threads import default_num_threads
-from aiocb.model.kv import choose_layout, choose_page_size
+from aiocb.model.kv import choose_cache_dtype, choose_layout, choose_page_size
 from aiocb.model.native.families import ModelDescription
 from aiocb.model.native.rows import FindRows, tensor_rows
 from aiocb.model.native.runner import NativeRunner
@@ -69,8 +69,10 @@ def build(
     """
     page_size, page_choice = choose_page_size(config, PAGE_SIZE, "the native kernels read")
     dtype = description.dtype
+    cache_dtype, cache_choice = choose_cache_dtype(config, dtype)
+    kv_format = KVFormat.of(cache_dtype)
     layout, layout_choice = choose_layout(
-        KVFormat.of(dtype), _specs(description), page_size, config, max_model_len, torch.device("cpu"), reserved
+        kv_format, _specs(description), page_size, config, max_model_len, torch.device("cpu"), reserved
     )
     layout, swap_choice = choose_swap(layout, config, is_on_host=True)
     threads = config.num_threads or default_num_threads()
@@ -79,6 +81,7 @@ def build(
             library,
             description,
             layout,
+            kv_format,
             threads,
             instruction_set,
             copy_embedding=is_owned,
@@ -92,12 +95,12 @@ def build(
     kept = None if is_owned or quantization is not None else module
     runner = NativeRunner(native, description, layout, sampler or NativeSampler(description.vocab_size, native), kept)
     kernels = Choice("kernels", f"{native.instruction_set}, {weights}, {threads} threads", description.family)
-    runner.choices = (page_choice, layout_choice, swap_choice, kernels)
+    runner.choices = (page_choice, cache_choice, layout_choice, swap_choice, kernels)
     if module is not None and checks_parity:
         from aiocb.model.parity import check_parity
 
         try:
-            runner.choices += (check_parity(module, runner, weights),)
+            runner.choices += (check_parity(module, runner, weights if cache_dtype == dtype else kv_format.name),)
         except ConfigError as error:
             runner.close()
             return Refusal(str(error))

@@ -15,6 +15,7 @@ from aiocb.kernels.formats import FORMATS, INT4, INT8, PANEL, WeightFormat, Weig
 from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig
 from aiocb.model.native.families import Experts, ModelDescription, Projection
 from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
+from aiocb.model.native.keys import even_norms, even_projections
 from aiocb.model.native.rows import FindRows, tensor_rows
 from aiocb.step import CacheLayout
 
@@ -30,6 +31,7 @@ def build_native_model(
     library: Library,
     description: ModelDescription,
     layout: CacheLayout,
+    kv_format: KVFormat,
     num_threads: int,
     instruction_set: str | None,
     copy_embedding: bool,
@@ -45,7 +47,7 @@ def build_native_model(
         KernelError: the kernels do not support a shape of the model.
         LookupError: `find_rows` does not find a weight.
     """
-    config = _config(description, layout)
+    config = _config(description, layout, FORMATS[kv_format.name].code)
     native = NativeModel(library, config, num_threads=num_threads, instruction_set=instruction_set)
     for group, cache in enumerate(layout.groups):
         native.set_group(group, cache.num_blocks * layout.page_size // PAGE_SIZE, len(cache.layers))
@@ -70,17 +72,18 @@ def pack_again(native: NativeModel, description: ModelDescription, layout: Cache
     Raises:
         KernelError: the model's shape has changed.
     """
-    if bytes(_config(description, layout)) != bytes(native.config):
+    if bytes(_config(description, layout, native.config.cache_format)) != bytes(native.config):
         raise KernelError("the model has another shape than the one that was loaded; only its weights may change")
     _pack_all(native, description, layout, copy_embedding=False)
 
 
-def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
+def _config(d: ModelDescription, layout: CacheLayout, cache_format: int) -> ModelConfig:
     experts = next((layer.experts for layer in d.layers if layer.experts is not None), None)
     is_gated = all(layer.gate is not None or layer.up is None for layer in d.layers)
     return ModelConfig(
         num_layers=len(d.layers), hidden_size=d.hidden_size, num_heads=d.num_heads, num_kv_heads=d.num_kv_heads,
         head_dim=d.head_dim, intermediate_size=d.intermediate_size, vocab_size=d.vocab_size, format=_format(d).code,
+        cache_format=cache_format,
         num_experts=len(experts.router) if experts else 0, num_chosen=experts.num_chosen if experts else 0,
         expert_size=experts.down.shape[2] if experts else 0, is_renormalised=bool(experts and experts.is_renormalised),
         activation=ACTIVATIONS[d.activation], is_gated=is_gated, is_layer_norm=d.is_layer_norm,
@@ -184,8 +187,15 @@ class _Packer:
         """Pack the whole model."""
         d = self._description
         for index, layer in enumerate(d.layers):
-            self._set_vectors(index, layer.vectors)
-            self._set_qkv(index, layer.qkv)
+            vectors, qkv = layer.vectors, layer.qkv
+            if self._native.config.cache_format == INT8.code:
+                if "k" in vectors:
+                    query, key = even_norms(d, vectors["q"], vectors["k"])
+                    vectors = {**vectors, "q": query, "k": key}
+                elif self._find_rows is tensor_rows:  # blocks of a file are packed as they are
+                    qkv = (even_projections(d, qkv, vectors),)
+            self._set_vectors(index, vectors)
+            self._set_qkv(index, qkv)
             self._set(index, "out", layer.out)
             if layer.down is not None:
                 self._set(index, "down", layer.down)
