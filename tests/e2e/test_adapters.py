@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import json
-from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,6 @@ from tests.model.helpers import prompt
 MODULES = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj", "qkv_proj")
 ADAPTED = aiocb.EngineConfig(attention="cpu")
 GREEDY: Any = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
-
-
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **fixtures: Any) -> None:
-        asyncio.run(test(*args, **fixtures))
-
-    return run
 
 
 def write_adapter(model: Any, folder: Path, seed: int, *, rank: int = 4, **settings: Any) -> Path:
@@ -68,7 +56,7 @@ def merged(model: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize("config", [ADAPTED, aiocb.EngineConfig(native=False)], ids=["native linears", "torch"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
-@in_loop
+@pytest.mark.asyncio
 async def test_a_mixed_batch_equals_merged_models(kind: str, config: aiocb.EngineConfig, tmp_path: Path) -> None:
     model = cleared(kind)
     folders = {
@@ -99,7 +87,7 @@ async def test_a_mixed_batch_equals_merged_models(kind: str, config: aiocb.Engin
         await assert_quiescent(engine)
 
 
-@in_loop
+@pytest.mark.asyncio
 async def test_prefixes_belong_to_the_content(tmp_path: Path) -> None:
     model = cleared("llama")
     first, second = write_adapter(model, tmp_path / "1", 1), write_adapter(model, tmp_path / "2", 2)
@@ -129,7 +117,7 @@ async def test_prefixes_belong_to_the_content(tmp_path: Path) -> None:
         await assert_quiescent(engine)
 
 
-@in_loop
+@pytest.mark.asyncio
 async def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
     model = cleared("llama")
     first, second = write_adapter(model, tmp_path / "1", 1), write_adapter(model, tmp_path / "2", 2)
@@ -152,7 +140,7 @@ async def test_an_adapter_in_use_stays(tmp_path: Path) -> None:
         await assert_quiescent(engine)
 
 
-@in_loop
+@pytest.mark.asyncio
 async def test_unknown_names_are_refused_at_once(tmp_path: Path) -> None:
     engine = aiocb.Engine(cleared("llama"), config=ADAPTED)
     with pytest.raises(EngineClosed):
@@ -168,7 +156,7 @@ async def test_unknown_names_are_refused_at_once(tmp_path: Path) -> None:
             await engine.load_adapter("", tmp_path)
 
 
-@in_loop
+@pytest.mark.asyncio
 async def test_the_whole_step_says_what_to_do(tmp_path: Path) -> None:
     model = cleared("llama")
     folder = write_adapter(model, tmp_path / "a", 1)
@@ -203,7 +191,7 @@ def test_what_would_not_be_applied_is_refused(settings: dict[str, Any], named: s
         read_adapter(str(folder))
 
 
-@in_loop
+@pytest.mark.asyncio
 async def test_modules_that_cannot_be_adapted_are_named(tmp_path: Path) -> None:
     model = cleared("llama")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
