@@ -74,6 +74,10 @@ class EngineConfig:
         max_prompt_length, max_generated_length: hints, together or not at all: most requests are no longer. Memory is
             planned for them; longer requests are served as well.
         max_prefill_chunk: most prompt tokens of *one* request in a step while others decode.
+        target_itl: seconds that a step with prompts may last while others decode: the prompts get what is left of it.
+            `auto` is 0.08 where the native kernels run, whose output does not depend on how prompts are cut; None: only
+            `max_batch_tokens` counts.
+        target_ttft: seconds after which a prompt that waits may make steps twice as long.
         max_model_len: refuse requests longer than this, even if the model allows more.
         scheduler_type: `fifo` (decoding first, then prompts in order of arrival), `prefill_first`, `priority`.
         safety_margin: share of the cache kept free for running requests, [0, 1]; 0.15 for fifo and priority, 0 for
@@ -106,6 +110,9 @@ class EngineConfig:
         max_request_strings: most stop strings of a request, and likewise most banned sequences of several tokens, in
             all a hundred times as many characters or tokens; and a tenth of it bad words, each of which is encoded in
             several ways.
+        speculation: `prompt_lookup` proposes what followed the last tokens when they stood in the request before, and
+            verifies it in one step. The output is the same without. The native kernels on the CPU can do that.
+        num_speculative_tokens: most tokens of a proposal.
         jump_ahead: tokens that the structure of an output forces (`json_schema`, `regex`, `choice`, `grammar`) are
             computed in one step with the token before them. The output is the same without.
         seed: seed of unseeded requests; None is fresh randomness.
@@ -137,6 +144,8 @@ class EngineConfig:
     max_prompt_length: int | None = None
     max_generated_length: int | None = None
     max_prefill_chunk: int | None = None
+    target_itl: float | Literal["auto"] | None = "auto"
+    target_ttft: float = 0.5
     max_model_len: int | None = None
     scheduler_type: SchedulerType = "fifo"
     safety_margin: float | None = None
@@ -158,6 +167,8 @@ class EngineConfig:
     max_queue_size: int = 0
     max_prompt_characters: int | None = None
     max_request_strings: int = 50_000
+    speculation: Literal["prompt_lookup"] | None = None
+    num_speculative_tokens: int = 7
     jump_ahead: bool = True
     seed: int | None = None
     debug_checks: bool = False
@@ -198,6 +209,12 @@ class EngineConfig:
         if (self.max_prompt_length is None) != (self.max_generated_length is None):
             raise ConfigError("max_prompt_length and max_generated_length are hints that are given together: set both")
         _at_least("max_prefill_chunk", self.max_prefill_chunk, 1)
+        if self.target_itl != "auto":
+            _within("target_itl", self.target_itl, 0.0, math.inf, open_low=True)
+        _within("target_ttft", self.target_ttft, 0.0, math.inf)
+        if self.speculation not in (None, "prompt_lookup"):
+            raise ConfigError(f"speculation {self.speculation!r} is unknown: 'prompt_lookup', or None")
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 1)
         _at_least("max_model_len", self.max_model_len, 2)
         _at_least("max_queue_size", self.max_queue_size, 0)
         _at_least("max_prompt_characters", self.max_prompt_characters, 1)

@@ -31,11 +31,13 @@ class Record:
         state_slot: as in `OpenedRequest`.
         follows: tokens that have to come next, as the last result has said.
         num_drafts: how many of them the step computes; they are the last of `tokens` then.
+        guesses: tokens that the step computes and that are to be verified; the last of `tokens` until they are.
     """
 
     __slots__ = (
         "adapter",
         "follows",
+        "guesses",
         "is_plain",
         "num_blocks",
         "num_drafts",
@@ -65,6 +67,7 @@ class Record:
         self.state_slot = opened.state_slot
         self.follows: tuple[int, ...] = ()
         self.num_drafts = 0
+        self.guesses: tuple[int, ...] = ()
         self.num_blocks = 0
         self.tables: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
 
@@ -75,16 +78,18 @@ class Records:
     Args:
         num_groups: of the cache, for runners that read block tables here; 0 where they are kept elsewhere.
         adapters: keys of those that the runner applies, as they are at each step.
+        takes_guesses: the runner verifies drafts; else it takes only what it has said to follow.
     """
 
-    __slots__ = ("_adapters", "_by_id", "_free_rows", "_num_groups")
+    __slots__ = ("_adapters", "_by_id", "_free_rows", "_num_groups", "_takes_guesses")
 
     verifies_drafts = False
-    """No runner of a model takes guesses yet: only what it has said to follow."""
+    """True where drafts are none of the records' business."""
 
-    def __init__(self, num_groups: int = 0, adapters: Container[str] = ()) -> None:
+    def __init__(self, num_groups: int = 0, adapters: Container[str] = (), *, takes_guesses: bool = False) -> None:
         self._num_groups = num_groups
         self._adapters = adapters
+        self._takes_guesses = takes_guesses
         self._by_id: dict[int, Record] = {}
         self._free_rows: list[int] = []
 
@@ -118,10 +123,13 @@ class Records:
                 record.tokens += entry.new_token_ids
             if entry.draft_token_ids and not self.verifies_drafts:
                 drafts = entry.draft_token_ids
-                if record.follows[: len(drafts)] != drafts:
+                if record.follows[: len(drafts)] == drafts:
+                    record.num_drafts = len(drafts)
+                elif self._takes_guesses:
+                    record.guesses = drafts
+                else:
                     raise NotImplementedError("this runner verifies no drafts")
                 record.tokens += drafts
-                record.num_drafts = len(drafts)
             fresh = entry.new_blocks
             if fresh:
                 record.num_blocks = entry.block_start + len(fresh[0])

@@ -18,7 +18,7 @@ import typer
 
 from aiocb.bench.figures import Row
 from aiocb.bench.load import NewLen, Workload
-from aiocb.bench.options import Dtype, Int8, Model, spread
+from aiocb.bench.options import Dtype, Model, Quantization, spread
 
 __all__ = ["app"]
 
@@ -65,14 +65,14 @@ def loop(repeats: Repeats = 3, json_file: JsonFile = None) -> None:
 def startup(
     model: Model = "smollm2",
     dtype: Dtype = "auto",
-    int8: Int8 = False,
+    quantization: Quantization = None,
     repeats: Repeats = 5,
     json_file: JsonFile = None,
 ) -> None:
     """A start seen from outside: seconds from a new process to a running engine and its first token."""
     from aiocb.bench.startup import run
 
-    _report("startup", run(model, dtype=dtype, int8=int8, repeats=repeats), json_file)
+    _report("startup", run(model, dtype=dtype, quantization=quantization, repeats=repeats), json_file)
 
 
 @app.command()

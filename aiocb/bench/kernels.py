@@ -20,7 +20,7 @@ from torch import Tensor
 from aiocb.bench.figures import Row, alternate
 from aiocb.errors import ConfigError
 from aiocb.kernels import KernelUnavailable, Library, NativeModel, load
-from aiocb.kernels.formats import FORMATS, INT8
+from aiocb.kernels.formats import FORMATS, INT8, WeightSource
 from aiocb.kernels.generic import GenericKernels
 from aiocb.kernels.interface import PAGE_SIZE, ModelConfig, StepArguments
 from aiocb.kernels.threads import default_num_threads
@@ -87,7 +87,7 @@ class _Bench:
         for layer, weight in enumerate(weights):
             addresses = np.uint64(weight.data_ptr()) + np.arange(n, dtype=np.uint64) * np.uint64(k * size)
             model.set_linear(
-                layer, "gate_up", addresses, k, source_format=FORMATS[dtype], weight_format=FORMATS[weights_as]
+                layer, "gate_up", addresses, k, source=WeightSource.of(dtype), weight_format=FORMATS[weights_as]
             )
         a, out = torch.randn(m, k).to(_DTYPES[dtype]), torch.empty(m, n)
         call = self._library.calls.aiocb_linear

@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 import aiocb
 from aiocb.bench.figures import Row, lag_probe, medians, quantile_ms, wakeups_per_step
-from aiocb.bench.options import Dtype, Int8, Model
+from aiocb.bench.options import Dtype, Model, Quantization
 from aiocb.errors import ConfigError
 
 __all__ = ["Arrival", "NewLen", "Workload", "corpus", "draw", "measure", "run", "summary"]
@@ -60,12 +60,11 @@ class Workload:
     prompt_len: PromptLen = (16, 512)
     new_len: NewLen = (16, 128)
     dtype: Dtype = "auto"
-    int8: Int8 = False
+    quantization: Quantization = None
 
     def engine(self, **options: Any) -> aiocb.Engine:
         """An engine over the model; options are those of `Engine.from_pretrained`."""
-        quantization: Literal["int8"] | None = "int8" if self.int8 else None
-        return aiocb.Engine.from_pretrained(self.model, dtype=self.dtype, quantization=quantization, **options)
+        return aiocb.Engine.from_pretrained(self.model, dtype=self.dtype, quantization=self.quantization, **options)
 
     def arrivals(self, tokenizer: Any, rate: float = math.inf) -> list[Arrival]:
         """The same requests every time: slices of `corpus`, with exponential gaps of mean `1 / rate` seconds.

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["Dtype", "Int8", "Model", "complete_model", "spread"]
+__all__ = ["Dtype", "Model", "Quantization", "complete_model", "spread"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,10 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or as stored.", rich_help_panel="Model")]
-Int8 = Annotated[bool, typer.Option("--int8", help="8-bit weights in the CPU kernels.", rich_help_panel="Model")]
+Quantization = Annotated[
+    Literal["int8", "int4"] | None,
+    typer.Option("--quantization", help="Weights of 8 or 4 bits in the CPU kernels.", rich_help_panel="Model"),
+]
 
 
 def spread(command: Callable[..., T]) -> Callable[..., T]:

@@ -22,10 +22,14 @@ from aiocb.errors import ConfigError
 from aiocb.kernels import Library, load
 from aiocb.kernels.formats import FORMATS
 from aiocb.model.defaults import model_defaults
+from aiocb.model.load.gguf import GgufModel
+from aiocb.model.load.gguf_stored import open_stored
+from aiocb.model.load.hub import find_file
 from aiocb.model.load.hub import load as load_model
 from aiocb.model.native.build import build
-from aiocb.model.native.families import describe
+from aiocb.model.native.families import ModelDescription, describe
 from aiocb.model.native.runner import NativeRunner
+from aiocb.model.native.weights import stored_bytes
 from aiocb.model.request import Refusal
 from aiocb.records import Record
 from aiocb.sampling.sampler import Sampler
@@ -55,7 +59,7 @@ def english_tokens(tokenizer: Any, count: int) -> list[int]:
 
 
 def measure(name: str, *, num_tokens: int = 20_480, window: int = 512, num_threads: int | None = None) -> list[Row]:
-    """Return a row per candidate: transformers in bfloat16, aiocb in bfloat16 and in int8.
+    """Return a row per candidate: transformers in bfloat16, aiocb in bfloat16, int8 and int4, and a GGUF file as it is.
 
     Every row holds `name`, `perplexity`, `logit_error`, `error_ratio` (over that of transformers in bfloat16), `kl`,
     `same_choice` (share of tokens with the same largest logit as float32) and, for aiocb, `weight_mb`.
@@ -75,11 +79,19 @@ def measure(name: str, *, num_tokens: int = 20_480, window: int = 512, num_threa
     candidates: dict[str, Logits] = {"transformers bfloat16": functools.partial(_module_logits, loaded.model)}
     runners = []
     weights = {}
-    for label, quantization in (("aiocb bfloat16", None), ("aiocb int8", "int8")):
+    config = EngineConfig(num_blocks=max(16, window // _PAGE + 2), num_threads=num_threads)
+    file = find_file(name, "auto", "cpu")
+    labels: list[tuple[str, str | None]] = [("bfloat16", None), ("int8", "int8"), ("int4", "int4")]
+    for label, quantization in labels if file is None else [*labels, ("as stored", None)]:
         capture = _Capture(model_defaults(loaded.model).vocab_size)
-        runners.append(_runner(loaded.model, quantization, capture, window, num_threads))
-        candidates[label] = functools.partial(_native_logits, runners[-1], capture)
-        weights[label] = {"weight_mb": round(_weight_bytes(loaded.model, quantization) / 1e6, 1)}
+        if label == "as stored" and file is not None:
+            runner, num_bytes = _stored_runner(file, capture, config)
+        else:
+            runner = _runner(loaded.model, quantization, capture, config)
+            num_bytes = _weight_bytes(loaded.model, quantization)
+        runners.append(runner)
+        candidates[f"aiocb {label}"] = functools.partial(_native_logits, runner, capture)
+        weights[f"aiocb {label}"] = {"weight_mb": round(num_bytes / 1e6, 1)}
     reference = load_model(name, dtype=torch.float32, device="cpu").model
     totals = {label: _Totals() for label in ("transformers float32", *candidates)}
     try:
@@ -96,9 +108,9 @@ def measure(name: str, *, num_tokens: int = 20_480, window: int = 512, num_threa
 
 
 def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, context: int = 200) -> list[Row]:
-    """Time steps in bfloat16 and int8, alternating in one process; medians in milliseconds.
+    """Time steps in bfloat16, int8 and int4, alternating in one process; medians in milliseconds.
 
-    Rows hold `step`, `bfloat16_ms`, `int8_ms` and `ratio`.
+    Rows hold `step`, and `bfloat16_ms`, `int8_ms` and `int4_ms`.
 
     Args:
         name: a model as `Engine.from_pretrained` takes it.
@@ -108,7 +120,8 @@ def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, conte
     """
     model = load_model(name, dtype=torch.bfloat16, device="cpu").model
     blocks = 64 * (context // _PAGE + 1) * _PAGE
-    runners = [_runner(model, q, None, blocks, num_threads) for q in (None, "int8")]
+    config = EngineConfig(num_blocks=max(16, blocks // _PAGE + 2), num_threads=num_threads)
+    runners = [_runner(model, quantization, None, config) for quantization in (None, "int8", "int4")]
     rows = []
     for label, requests, start, count in (
         ("decode, batch 1", 1, context, 1), ("decode, batch 8", 8, context, 1), ("decode, batch 32", 32, context, 1),
@@ -121,10 +134,8 @@ def speed(name: str, *, num_threads: int | None = None, repeats: int = 15, conte
             runner.submit(opening)
 
         seconds = alternate(runners, open_requests, functools.partial(NativeRunner.submit, plan=plan), repeats)
-        bf16, int8 = (each * 1e3 for each in seconds)
-        rows.append(
-            {"step": label, "bfloat16_ms": round(bf16, 2), "int8_ms": round(int8, 2), "ratio": round(bf16 / int8, 2)}
-        )
+        names = ("bfloat16_ms", "int8_ms", "int4_ms")
+        rows.append({"step": label, **{name: round(each * 1e3, 2) for name, each in zip(names, seconds, strict=True)}})
     for runner in runners:
         runner.close()
     return rows
@@ -189,20 +200,29 @@ def _native_logits(runner: NativeRunner, capture: _Capture, ids: list[int]) -> T
     return torch.cat(capture.parts)
 
 
-def _runner(
-    model: Any, quantization: str | None, sampler: Any, num_tokens: int, num_threads: int | None
-) -> NativeRunner:
+def _runner(model: Any, quantization: str | None, sampler: Any, config: EngineConfig) -> NativeRunner:
+    return _built(describe(model), sampler, config, module=model, quantization=quantization)
+
+
+def _stored_runner(file: GgufModel, sampler: Any, config: EngineConfig) -> tuple[NativeRunner, int]:
+    """A runner of the file as it is, and the bytes of its packed weights."""
+    stored = open_stored(file, lambda stage, fraction: None)
+    description = describe(stored.module, has_memory=False)
+    if isinstance(description, str):
+        raise ConfigError(description)
+    description = description._replace(dtype=torch.bfloat16)
+    runner = _built(description, sampler, config, find_rows=stored.find_rows)
+    return runner, stored_bytes(description, stored.find_rows)
+
+
+def _built(description: ModelDescription | str, sampler: Any, config: EngineConfig, **options: Any) -> NativeRunner:
     library = load()
     if not isinstance(library, Library):
         raise ConfigError(library.reason)
-    description = describe(model)
     if isinstance(description, str):
         raise ConfigError(description)
-    config = EngineConfig(num_blocks=max(16, num_tokens // _PAGE + 2), num_threads=num_threads)
-    runner = build(
-        description, library, config, max_model_len=description.max_position_embeddings, sampler=sampler, module=model,
-        quantization=quantization,
-    )  # fmt: skip
+    length = description.max_position_embeddings
+    runner = build(description, library, config, max_model_len=length, sampler=sampler, **options)
     if isinstance(runner, Refusal):
         raise ConfigError(runner.reason)
     return runner

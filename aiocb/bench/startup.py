@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import aiocb
 from aiocb.bench.figures import Row
@@ -18,14 +19,14 @@ from aiocb.errors import AiocbError, EngineError
 __all__ = ["run"]
 
 
-def run(model: str, *, dtype: str = "auto", int8: bool = False, repeats: int = 5) -> list[Row]:
+def run(model: str, *, dtype: str = "auto", quantization: str | None = None, repeats: int = 5) -> list[Row]:
     """Start a process `repeats` times and return a row per event: seconds since the start, in the first run (kernels
     may have been built, files may have been read from the disk) and as the median of all.
 
     Raises:
         EngineError: a process failed; the message is the end of what it said.
     """
-    runs = [_start([model, dtype, *(["int8"] if int8 else [])]) for _ in range(repeats)]
+    runs = [_start([model, dtype, *([quantization] if quantization else [])]) for _ in range(repeats)]
     return [
         {
             "event": event,
@@ -52,7 +53,7 @@ def _start(arguments: list[str]) -> dict[str, float]:
     return times
 
 
-async def _child(model: str, dtype: str, *options: str) -> None:
+async def _child(model: str, dtype: str, quantization: Any = None) -> None:
     def say(event: str) -> None:
         print(event, flush=True)
 
@@ -60,7 +61,7 @@ async def _child(model: str, dtype: str, *options: str) -> None:
     engine = aiocb.Engine.from_pretrained(
         model,
         dtype=dtype,
-        quantization="int8" if "int8" in options else None,
+        quantization=quantization,
         progress=lambda stage, _: say(f"{stage} begins"),
     )
     async with engine:

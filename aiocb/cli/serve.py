@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -53,6 +53,28 @@ class ServeOptions:
     root_path: Annotated[str, _option("The path under which a proxy shows the server.")] = ""
     enable_page: Annotated[bool, _option("The chat page at /.", "--page/--no-page")] = True
     max_queue_size: Annotated[int, _option("Requests that may wait; more are answered 429.", panel="Limits")] = 1024
+    target_itl: Annotated[
+        float | None, _option("Seconds that a step with prompts may last; 0 is no bound.", panel="Engine")
+    ] = None
+    target_ttft: Annotated[float, _option("Seconds after which a prompt may stretch steps.", panel="Engine")] = 0.5
+    speculation: Annotated[
+        Literal["prompt_lookup"] | None, _option("Propose what a request has said before.", panel="Engine")
+    ] = None
+    num_speculative_tokens: Annotated[int, _option("Most tokens of a proposal.", panel="Engine")] = 7
+
+
+_ENGINE_SETTINGS = ("max_queue_size", "target_ttft", "speculation", "num_speculative_tokens")
+
+
+def _engine_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """Take the options out that are settings of the engine."""
+    settings = {name: values.pop(name) for name in _ENGINE_SETTINGS}
+    target, buckets = values.pop("target_itl"), values.pop("metrics_buckets")
+    if target is not None:
+        settings["target_itl"] = target or None
+    if buckets:
+        settings["latency_buckets"] = tuple(buckets)
+    return settings
 
 
 def run_server(model: ModelOptions, options: ServeOptions) -> int:
@@ -70,10 +92,7 @@ def run_server(model: ModelOptions, options: ServeOptions) -> int:
             f"the server needs more packages ({error.name} is missing): pip install 'aiocb[serve]'"
         ) from None
     values = dataclasses.asdict(options)
-    settings: dict[str, Any] = {"max_queue_size": values.pop("max_queue_size")}
-    buckets = values.pop("metrics_buckets")
-    if buckets:
-        settings["latency_buckets"] = tuple(buckets)
+    settings = _engine_settings(values)
     values = {
         name: tuple(value or ()) if value is None or isinstance(value, list) else value
         for name, value in values.items()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 import typer
 
-from aiocb.bench.options import Dtype, Int8, Model
+from aiocb.bench.options import Dtype, Model, Quantization
 from aiocb.errors import AiocbError, ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ModelOptions:
     model: Model
     dtype: Dtype = "auto"
     device: Device = None
-    int8: Int8 = False
+    quantization: Quantization = None
     threads: Threads = None
     trust_remote_code: Trust = False
 
@@ -108,7 +108,7 @@ def build_engine(options: ModelOptions, progress: Callable[[str, float], None] |
         config=aiocb.EngineConfig(num_threads=options.threads, **settings),
         dtype=options.dtype,
         device=options.device,
-        quantization="int8" if options.int8 else None,
+        quantization=options.quantization,
         progress=progress,
         **extra,
     )

@@ -86,11 +86,12 @@ class EngineCore:
         self.delivery = Delivery(scheduler, self.recorder, clock)
         self.last_event_at = clock()
         self.is_stepping = False
+        self._last_collected_at = self.last_event_at
         self._request_ids = request_ids or itertools.count(1)
         self._random = random_source or random.Random()
         self._debug_checks = debug_checks
         self._hold: Hold = hold or (lambda acknowledge: acknowledge())
-        self._flights: deque[tuple[StepPlan, Handle]] = deque()
+        self._flights: deque[tuple[StepPlan, Handle, float]] = deque()  # with the time of submission
         self._retracted: list[Update] = []
         self._num_received = 0
         self._num_pauses = 0
@@ -138,20 +139,25 @@ class EngineCore:
         if plan is not None:
             self.is_stepping, self.last_event_at = True, self.clock()
             try:
-                flights.append((plan, runner.submit(plan)))
+                flights.append((plan, runner.submit(plan), self.last_event_at))
             except StepOutOfMemory as error:
                 self._retract([plan], error)
         results = []
         while flights and (len(flights) >= runner.depth or plan is None):
-            oldest, handle = flights.popleft()
+            oldest, handle, begun = flights.popleft()
             try:
                 results.append((oldest, runner.collect(handle)))
             except StepOutOfMemory as error:
                 # The runner has nothing in flight any more.
-                behind = [later for later, _ in flights]
+                behind = [later for later, *_ in flights]
                 flights.clear()
                 self._retract([oldest, *behind], error)
-            self.last_event_at = self.clock()
+                self.last_event_at = self.clock()
+                continue
+            # The runner works on one plan at a time: on this one since the one before was collected, at the earliest.
+            begun, self.last_event_at = max(begun, self._last_collected_at), self.clock()
+            self._last_collected_at = self.last_event_at
+            self.scheduler.observe(oldest, self.last_event_at - begun)
         self.is_stepping = bool(flights)
         return results
 

@@ -90,7 +90,7 @@ class Engine:
         config: EngineConfig | None = None,
         dtype: Any = "auto",
         device: Any = None,
-        quantization: Literal["int8"] | None = None,
+        quantization: Literal["int8", "int4"] | None = None,
         distributed_config: DistributedConfig | TransformersConfig | None = None,
         progress: Progress | None = None,
         drain: float | None = 0.0,
@@ -104,7 +104,7 @@ class Engine:
             config: settings.
             dtype: a torch dtype, its name, or `"auto"`.
             device: where to put the model; None chooses.
-            quantization: `"int8"` for 8-bit weights in the native CPU kernels.
+            quantization: `"int8"` or `"int4"` for weights of so many bits in the native CPU kernels.
             distributed_config: spreads the model over the processes that `torchrun` has started: a `DistributedConfig`,
                 or transformers' own. Every process makes and enters the engine; rank 0 takes the requests, on the
                 others `async with` ends when it does there.

@@ -11,7 +11,9 @@ from aiocb.cache.manager import CacheManager
 from aiocb.config import Choice, EngineConfig
 from aiocb.engine.prepare import Limits
 from aiocb.errors import ConfigError
-from aiocb.model.sizes import CPU_BATCH_TOKENS, GPU_BATCH_TOKENS, MAX_REQUESTS, SAFETY_MARGINS
+from aiocb.model.sizes import CPU_BATCH_TOKENS, CPU_PACED_TOKENS, GPU_BATCH_TOKENS, MAX_REQUESTS, SAFETY_MARGINS
+from aiocb.scheduler.lookup import PromptLookup
+from aiocb.scheduler.pace import Pace
 from aiocb.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -23,19 +25,55 @@ __all__ = ["make_scheduler"]
 logger = logging.getLogger("aiocb")
 
 _CPU_PREFILL_CHUNK = 128
+_CPU_MAX_REQUESTS = 256
+_TARGET_ITL = 0.08
 _CHARACTERS_PER_TOKEN = 32
 _MIN_PROMPT_CHARACTERS = 1_000_000
 
 N = TypeVar("N", int, float)
 
 
-def _batch_tokens(runner: Runner) -> tuple[int, str]:
+def _is_native(built: Built) -> bool:
+    return any(choice.name == "runner" and choice.value == "native" for choice in built.choices)
+
+
+def _drafter(config: EngineConfig, built: Built) -> PromptLookup | None:
+    """What proposes tokens, where that is asked for."""
+    if config.speculation is None:
+        return None
+    if not _is_native(built):
+        why = next((choice.reason for choice in built.choices if choice.name == "runner"), "this runner verifies none")
+        raise ConfigError(
+            f"speculation={config.speculation!r} needs the native CPU kernels, which verify drafts ({why}): leave it "
+            "out"
+        )
+    return PromptLookup(config.num_speculative_tokens)
+
+
+def _target_itl(config: EngineConfig, built: Built) -> Choice:
+    """How long a step may last, and why; "none" where its tokens alone are bounded."""
+    if config.target_itl != "auto":
+        return Choice(
+            "target_itl", "none" if config.target_itl is None else f"{config.target_itl:g} s", "as configured"
+        )
+    if _is_native(built):
+        return Choice(
+            "target_itl",
+            f"{_TARGET_ITL:g} s",
+            "prompts get what decoding leaves of it; their output does not depend on it",
+        )
+    return Choice("target_itl", "none", "how prompts are cut may change their output here")
+
+
+def _batch_tokens(runner: Runner, *, is_paced: bool) -> tuple[int, str]:
     """The automatic token budget of a step, and why."""
     measured = runner.max_batch_tokens
     if measured is not None and measured < GPU_BATCH_TOKENS:
         return measured, f"half of {GPU_BATCH_TOKENS} until a step leaves memory for the cache (see step_memory)"
     if measured is not None or runner.device_type != "cpu":
         return GPU_BATCH_TOKENS, "the field's default for an accelerator"
+    if is_paced:
+        return CPU_PACED_TOKENS, "for the memory of a step; target_itl bounds its time"
     return (
         CPU_BATCH_TOKENS,
         "on the CPU a step's time grows with its tokens: a small budget keeps the time between tokens even",
@@ -59,12 +97,27 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         choices.append(Choice(name, str(chosen), reason))
         return chosen
 
-    max_batch_tokens = choose("max_batch_tokens", config.max_batch_tokens, *_batch_tokens(built.runner))
+    target = _target_itl(config, built)
+    choices.append(target)
+    pace = None
+    if target.value != "none":
+        pace = Pace(
+            _TARGET_ITL if config.target_itl in ("auto", None) else float(config.target_itl), config.target_ttft
+        )
+    max_batch_tokens = choose(
+        "max_batch_tokens", config.max_batch_tokens, *_batch_tokens(built.runner, is_paced=pace is not None)
+    )
     chunk = choose(
         "max_prefill_chunk",
         config.max_prefill_chunk,
-        min(_CPU_PREFILL_CHUNK, max_batch_tokens) if is_cpu else max(max_batch_tokens // 2, 1),
-        "one long prompt must not hold up the streams that decode",
+        max_batch_tokens
+        if pace is not None
+        else min(_CPU_PREFILL_CHUNK, max_batch_tokens)
+        if is_cpu
+        else max(max_batch_tokens // 2, 1),
+        "target_itl bounds what one long prompt may take"
+        if pace is not None
+        else "one long prompt must not hold up the streams that decode",
         max_batch_tokens,
     )
     for name in ("state_interval", "max_state_memory"):
@@ -79,7 +132,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     max_requests = choose(
         "max_requests_per_batch",
         config.max_requests_per_batch,
-        min(MAX_REQUESTS, max_batch_tokens, smallest),
+        min(_CPU_MAX_REQUESTS if is_cpu else MAX_REQUESTS, max_batch_tokens, smallest),
         "bounded by the token budget and by one block each"
         if layout.states is None
         else "bounded by the token budget, by one block and by one slot for a state each",
@@ -91,6 +144,7 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         SAFETY_MARGINS[config.scheduler_type],
         f"the default of scheduler_type {config.scheduler_type}",
     )
+    lookup = _drafter(config, built)
     cache = CacheManager(layout, config.allow_block_sharing)
     scheduler = Scheduler(
         cache,
@@ -99,7 +153,10 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         max_prefill_chunk=chunk,
         scheduler_type=config.scheduler_type,
         safety_margin=margin,
+        drafter=lookup,
+        max_draft_rows=None if lookup is None else lookup.max_rows,
         jumps=config.jump_ahead,
+        pace=pace,
     )
     longest = min(built.defaults.max_model_len, built.runner.max_model_len, config.max_model_len or sys.maxsize)
     max_characters = choose(

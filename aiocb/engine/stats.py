@@ -90,7 +90,12 @@ class Stats:
         num_loop_wakeups: callbacks posted into event loops.
         num_preemptions: how often a request gave its cache back to others.
         num_steps_out_of_memory: steps that were taken back and computed again in smaller ones.
-        max_step_tokens: token budget of a step now: `max_batch_tokens`, or less after one has run out of memory.
+        max_step_tokens: token budget of a step now: `max_batch_tokens`, or less where it would last longer than
+            `target_itl` says, or after one has run out of memory.
+        spec_decode_num_draft_tokens, spec_decode_num_accepted_tokens: tokens that were proposed and verified
+            (`speculation`), and those of them that came.
+        step_cost_seconds, step_cost_seconds_per_token, step_cost_seconds_per_key: what a step is believed to take: a
+            constant, for each token, and for each key that a token is compared with. 0 without `target_itl`.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up, and found.
         prompt_tokens, generation_tokens: of the requests that have ended.
         num_aborts: requests that were cancelled while they were alive.
@@ -119,6 +124,11 @@ class Stats:
     num_preemptions: int
     num_steps_out_of_memory: int
     max_step_tokens: int
+    spec_decode_num_draft_tokens: int
+    spec_decode_num_accepted_tokens: int
+    step_cost_seconds: float
+    step_cost_seconds_per_token: float
+    step_cost_seconds_per_key: float
     prefix_cache_queries: int
     prefix_cache_hits: int
     prompt_tokens: int
@@ -238,7 +248,10 @@ class Recorder:
             num_loop_wakeups,
             scheduler.num_preemptions,
             scheduler.num_steps_out_of_memory,
-            scheduler.max_step_tokens,
+            scheduler.step_tokens,
+            scheduler.num_draft_tokens,
+            scheduler.num_accepted_tokens,
+            *((0.0, 0.0, 0.0) if scheduler.pace is None else scheduler.pace.cost.figures),
             scheduler.prefix_cache_queries,
             scheduler.prefix_cache_hits,
             self.prompt_tokens,

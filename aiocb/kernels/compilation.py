@@ -26,7 +26,7 @@ __all__ = ["chosen_sets", "compile_library", "library_name", "processor_features
 
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-w", "-O2")
 _ALIGNED = "-falign-functions=64"  # where the short loops lie in their cache lines is worth up to 4 %
-_AVX2 = ("avx2", "fma", "bmi2")
+_AVX2 = ("avx2", "fma", "bmi2", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 _SETS = {
     "avx512bf16": (*_AVX512, "avx512_bf16", "avx512_vnni"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BFLOAT16", "FLOAT32", "FORMATS", "INT8", "PANEL", "WeightFormat"]
+__all__ = ["BFLOAT16", "FLOAT32", "FORMATS", "INT4", "INT8", "PANEL", "SOURCES", "WeightFormat", "WeightSource"]
 
 PANEL: Final = 64
 """Columns that are packed together."""
@@ -55,4 +55,43 @@ class WeightFormat(NamedTuple):
 FLOAT32 = WeightFormat("float32", code=0, bits=32, group=1, scale_bytes=0, activations="float32")
 BFLOAT16 = WeightFormat("bfloat16", code=1, bits=16, group=2, scale_bytes=0, activations="bfloat16")
 INT8 = WeightFormat("int8", code=2, bits=8, group=32, scale_bytes=2, activations="int8")
-FORMATS = {each.name: each for each in (FLOAT32, BFLOAT16, INT8)}
+INT4 = WeightFormat("int4", code=3, bits=4, group=32, scale_bytes=4, activations="int8")
+FORMATS = {each.name: each for each in (FLOAT32, BFLOAT16, INT8, INT4)}
+
+
+class WeightSource(NamedTuple):
+    """What weights are packed from: numbers as models are stored, or the blocks of a GGUF file.
+
+    Attributes:
+        name: in ggml's words.
+        code: its number in the C interface.
+        weights: of a block, which are neighbours in a row.
+        bytes: of a block.
+    """
+
+    name: str
+    code: int
+    weights: int
+    bytes: int
+
+    @staticmethod
+    def of(dtype: torch.dtype | str) -> WeightSource:
+        """The source that holds a dtype's numbers as they are.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return SOURCES[_NAMES[str(dtype).removeprefix("torch.")]]
+
+    def row_bytes(self, depth: int) -> int:
+        """Bytes of a row of that many weights, whole blocks of them."""
+        return depth // self.weights * self.bytes
+
+
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_BLOCKS = {
+    "F32": (1, 4), "BF16": (1, 2), "F16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
+    "Q5_1": (32, 24), "Q8_0": (32, 34), "IQ4_NL": (32, 18), "Q4_K": (256, 144), "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}  # fmt: skip
+SOURCES = {name: WeightSource(name, code, *block) for code, (name, block) in enumerate(_BLOCKS.items())}

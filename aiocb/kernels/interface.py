@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Mapping
 from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 
-from aiocb.kernels.formats import FORMATS, PANEL
+from aiocb.kernels.formats import FORMATS, PANEL, SOURCES
 from aiocb.kernels.scans import ConvolveCall, DeltaCall, ScanRows, SelectiveChannelsCall, SelectiveHeadsCall
 from aiocb.kernels.selection import CONSTANTS, SelectArguments
 
@@ -41,7 +41,8 @@ OPERANDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 ALIBI: dict[str | None, int] = {None: 0, "exact": 1, "rounded": 2}
 QK_NORMS = {"none": 0, "per_head": 1, "full_width": 2}
-LINEARS = {"qkv": 0, "out": 1, "gate_up": 2, "down": 3, "head": 4, "router": 5, "expert_gate_up": 6, "expert_down": 7}
+_LINEAR_NAMES = ("qkv", "out", "gate_up", "down", "head", "value", "router", "expert_gate_up", "expert_down")
+LINEARS = {name: number for number, name in enumerate(_LINEAR_NAMES)}
 _VECTOR_NAMES = (
     "input", "input_bias", "post_attention", "post_attention_bias", "mlp", "mlp_bias", "post_mlp", "post_mlp_bias",
     "q", "k", "sinks", "final", "final_bias",
@@ -135,9 +136,9 @@ SIGNATURES = {
     "aiocb_set_layer": "i piiiiif",
     "aiocb_set_rope": "i pipif",
     "aiocb_set_vector": "i piipi",
-    "aiocb_set_linear": "i piipiiiippp",
+    "aiocb_set_linear": "i piipiipippp",
     "aiocb_record_inputs": "i piip",
-    "aiocb_set_embedding": "i pp",
+    "aiocb_set_embedding": "i ppi",
     "aiocb_set_group": "i piii",
     "aiocb_copy_block": "i piii",
     "aiocb_move_block": "i piipi",
@@ -186,6 +187,8 @@ def expected_layout() -> dict[str, int]:
     for name, (_, code, bits, group, scale_bytes, activations) in FORMATS.items():
         fields = {"bits": bits, "group": group, "scale_bytes": scale_bytes, "operand": OPERANDS[activations]}
         layout |= {f"format.{name}": code, **{f"format.{name}.{field}": value for field, value in fields.items()}}
+    for source, code, weights, num_bytes in SOURCES.values():
+        layout |= {f"source.{source}": code, f"source.{source}.weights": weights, f"source.{source}.bytes": num_bytes}
     for kind, values in names.items():
         layout |= {f"{kind}.{name}": value for name, value in values.items()}
     for name, structure in structures.items():

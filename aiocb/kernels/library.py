@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiocb.kernels.build import PACKAGED_DIR, KernelUnavailable, announce, find_or_build, find_packaged
-from aiocb.kernels.formats import WeightFormat
+from aiocb.kernels.formats import WeightFormat, WeightSource
 from aiocb.kernels.interface import (
     ERROR_BYTES,
     ERRORS,
@@ -211,7 +211,7 @@ class NativeModel(NativeHandle):
         rows: npt.NDArray[np.uint64],
         depth: int,
         *,
-        source_format: WeightFormat,
+        source: WeightSource | npt.NDArray[np.int32],
         weight_format: WeightFormat,
         expert: int = 0,
         bias: npt.NDArray[np.float32] | None = None,
@@ -220,13 +220,16 @@ class NativeModel(NativeHandle):
     ) -> None:
         """Pack a weight given by the address of the source row of every packed column (0: a zero column).
 
-        The sources are read during the call only. `bias` is [N] in packed order. A format that quantises multiplies the
-        weight by `input_scales` [depth] before, and weighs its errors by `importance` [depth]. `expert` counts for
-        the names that begin with it.
+        `source` is what they are stored as, all or each (its code, [N]); they are read during the call only. `bias` is
+        [N] in packed order. A format that quantises multiplies the weight by `input_scales` [depth] before, and weighs
+        its errors by `importance` [depth]. `expert` counts for the names that begin with it.
 
         Raises:
             KernelError: a shape that the model's configuration does not have.
         """
+        import numpy as np
+
+        sources = np.full(len(rows), source.code, np.int32) if isinstance(source, WeightSource) else source
         self.check(
             self._calls.aiocb_set_linear(
                 self.handle,
@@ -235,7 +238,7 @@ class NativeModel(NativeHandle):
                 rows.ctypes.data,
                 len(rows),
                 depth,
-                source_format.code,
+                sources.ctypes.data,
                 weight_format.code,
                 bias.ctypes.data if bias is not None else None,
                 input_scales.ctypes.data if input_scales is not None else None,
@@ -251,9 +254,13 @@ class NativeModel(NativeHandle):
         address = squares.ctypes.data if squares is not None else None
         self.check(self._calls.aiocb_record_inputs(self.handle, layer, LINEARS[name], address))
 
-    def set_embedding(self, address: int, owner: object) -> None:
-        """Borrow the embedding's row-major memory; `owner` is kept alive with the model, or until the next call."""
-        self.check(self._calls.aiocb_set_embedding(self.handle, address))
+    def set_embedding(self, address: int, source: WeightSource, owner: object) -> None:
+        """Borrow the embedding's row-major memory; `owner` is kept alive with the model, or until the next call.
+
+        Raises:
+            KernelError: its rows are no whole blocks of the source.
+        """
+        self.check(self._calls.aiocb_set_embedding(self.handle, address, source.code))
         self._keep = [owner]
 
     def set_group(self, group: int, num_blocks: int, num_layers: int) -> None:

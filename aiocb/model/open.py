@@ -39,9 +39,9 @@ def open_model(request: ModelRequest) -> Opened:
 
 
 def _open_here(request: ModelRequest) -> Opened:
-    if request.quantization not in (None, "int8"):
+    if request.quantization not in (None, "int8", "int4"):
         raise ConfigError(
-            f"quantization={request.quantization!r} is unknown: 'int8', or None for the weights as they are"
+            f"quantization={request.quantization!r} is unknown: 'int8', 'int4', or None for the weights as they are"
         )
     origin: tuple[Choice, ...] = ()
     if request.model is None:
@@ -54,7 +54,7 @@ def _open_here(request: ModelRequest) -> Opened:
 
 
 def _open_located(request: ModelRequest) -> Opened:
-    from aiocb.model.native import build as native
+    from aiocb.model.native import plan as native
 
     kept = _kept(request)
     if kept is not None:
@@ -62,9 +62,19 @@ def _open_located(request: ModelRequest) -> Opened:
         runner = _built(native.plan(request, kept))
         if not isinstance(runner, Refusal):
             return _opened(request, kept, runner)
+    stored = _stored(request)
+    if isinstance(stored, Material):
+        _refuse_accelerated(request, "cpu")
+        runner = _built(native.plan(request, stored))
+        if not isinstance(runner, Refusal):
+            return _opened(request, stored, runner)
+        stored = runner
     from aiocb.model.eager import build as eager
 
     material = _loaded(request)
+    if stored is not None:
+        logger.info("the file is converted: %s", stored.reason)
+        material = material._replace(choices=(*material.choices, Choice("gguf", "converted", stored.reason)))
     _refuse_accelerated(request, material.module.device.type)
     refused = _built(native.plan(request, material))
     if not isinstance(refused, Refusal):
@@ -128,6 +138,37 @@ def _kept(request: ModelRequest) -> Material | None:
         if material is None:
             return None
         request.report("load", 1.0)
+    return _with_length(request, material)
+
+
+def _stored(request: ModelRequest) -> Material | Refusal | None:
+    """A GGUF file as it is; None where it is none or more was asked for, or why it has to be converted."""
+    config = request.config
+    if request.model is not None or request.options or request.quantization is not None:
+        return None
+    if config.native is False or config.attention is not None:
+        return None
+    found = hub.find_file(request.name, request.dtype, request.device)
+    if found is None:
+        return None
+    from aiocb.kernels import KernelUnavailable, load
+    from aiocb.model.defaults import length_reason, model_defaults
+    from aiocb.model.load import gguf_stored
+
+    library = load()
+    if isinstance(library, KernelUnavailable):
+        return Refusal(library.reason)
+    loaded = hub.load_stored(found, request.progress)
+    if isinstance(loaded, gguf_stored.Unstorable):
+        return Refusal(str(loaded))
+    module = loaded.stored.module
+    material = Material(
+        model_defaults(module),
+        length_reason(module),
+        stored=loaded.stored,
+        tokenizer=loaded.tokenizer,
+        choices=loaded.choices,
+    )
     return _with_length(request, material)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from aiocb.model.eager.parallel import ParallelRunner
+    from aiocb.model.load.gguf_stored import StoredModel
     from aiocb.model.load.hub import Found, Progress
     from aiocb.model.native.families import ModelDescription
     from aiocb.sampling.sampler import Sampler
@@ -36,7 +37,7 @@ class ModelRequest:
         name: as in `Engine.from_pretrained`; not used where there is a model.
         model: the user's module, which is left as it was found.
         dtype, device, options: for loading by name.
-        quantization: "int8" for 8-bit weights, or None for the weights as they are.
+        quantization: "int8" or "int4" for weights of so many bits, or None for the weights as they are.
         progress: called with a stage and the fraction of it that is done.
         sampler: None makes one that suits the runner.
         distributed: over how many processes it is to be spread: our `DistributedConfig`, or transformers'; None is one.
@@ -74,6 +75,7 @@ class Material(NamedTuple):
         length_reason: where `defaults.max_model_len` comes from.
         module: in eval mode where the engine owns it; None where an earlier start has left all that is needed.
         description: in place of the module, for the native room.
+        stored: a GGUF file as it is, in place of both.
         parity: what the comparison with the module gave in that earlier start.
         tokenizer: None when there is none.
         choices: what was decided on the way, with reasons.
@@ -85,6 +87,7 @@ class Material(NamedTuple):
     length_reason: str
     module: Any = None
     description: ModelDescription | None = None
+    stored: StoredModel | None = None
     parity: str = ""
     tokenizer: Any = None
     choices: tuple[Choice, ...] = ()

@@ -12,6 +12,7 @@ from aiocb.config import EngineConfig
 
 __all__ = [
     "CPU_BATCH_TOKENS",
+    "CPU_PACED_TOKENS",
     "CPU_REQUESTS",
     "GPU_BATCH_TOKENS",
     "MAX_REQUESTS",
@@ -26,6 +27,8 @@ MIN_BATCH_TOKENS = 256
 """The automatic budget on an accelerator is never lower: below it steps cost as much and do less."""
 CPU_BATCH_TOKENS = 128
 """Not memory but time is short there: a step of 8192 tokens would hold up every stream for seconds."""
+CPU_PACED_TOKENS = 1024
+"""Where a step's time is bounded by itself, and its tokens are bounded for the memory that it takes."""
 CPU_REQUESTS = 64
 """What a cache has room for on the CPU, where nothing is configured."""
 MAX_REQUESTS = 1024

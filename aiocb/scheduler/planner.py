@@ -37,7 +37,7 @@ class Planner:
     Args:
         roster: where the requests are.
         admission: who may start.
-        max_batch_tokens, max_prefill_chunk, scheduler_type, drafter, jumps: as for the `Scheduler`.
+        max_batch_tokens, max_prefill_chunk, scheduler_type, drafter, max_draft_rows, jumps: as for the `Scheduler`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Planner:
         max_prefill_chunk: int,
         scheduler_type: SchedulerType,
         drafter: Drafter | None,
+        max_draft_rows: int | None,
         jumps: bool,
     ) -> None:
         self.cache = roster.cache
@@ -59,6 +60,7 @@ class Planner:
         self._admission = admission
         self._flights = roster.flights
         self._drafter = drafter if self.cache.states is None else None
+        self._max_draft_rows = max_batch_tokens if max_draft_rows is None else max_draft_rows
         self._jumps = jumps and self.cache.states is None
         self._expects = False
         switch = self.cache.layout.switch
@@ -118,9 +120,12 @@ class Planner:
         # A copy: preemption changes the original.
         candidates = list(decoding.values())
         has_excess = len(candidates) > limit
-        is_special = bool(self._flights) or self._drafter is not None or self._expects
+        # Beside many others a draft costs as much as it can bring.
+        drafter = self._drafter if len(candidates) < self._max_draft_rows else None
+        is_special = bool(self._flights) or drafter is not None or self._expects
         self._expects = False
         spare = limit - len(candidates)  # tokens that nobody needs for his next one
+        guesses = min(spare, self._max_draft_rows - len(candidates))
         new, entry_type = _new, StepEntry
         # A snapshot of each full block, for whoever goes on with this conversation.
         page_size = self.cache.page_size if self.cache.states is not None and self.cache.sharing else 0
@@ -131,8 +136,9 @@ class Planner:
             if is_special:
                 if position != len(request.tokens) - 1 and not self._can_run_ahead(request):
                     continue
-                if num_drafts := self._add_drafts(request, draft, spare):
+                if num_drafts := self._add_drafts(request, draft, spare, drafter, guesses):
                     spare -= num_drafts
+                    guesses -= num_drafts
                     continue
             block_start: int = 0
             blocks: tuple[tuple[int, ...], ...] = ()
@@ -168,8 +174,12 @@ class Planner:
         is_known = position == len(request.tokens) and position <= request.max_tokens - 2
         return is_known and not (position == self._restart_length and not request.cache_kind)
 
-    def _add_drafts(self, request: Request, draft: Draft, spare: int) -> int:
-        """Let the step verify what the drafter proposes; returns how many drafts: 0 when there are, or fit, none."""
+    def _add_drafts(self, request: Request, draft: Draft, spare: int, drafter: Drafter | None, guesses: int) -> int:
+        """Let the step compute what has to follow, or verify what the drafter proposes.
+
+        Returns:
+            How many drafts: 0 when there are, or fit, none. At most `spare` that follow, and `guesses` of the drafter.
+        """
         position, num_tokens = request.num_scheduled_tokens, len(request.tokens)
         # One more token than there are drafts is sampled, and the last one of all is never computed.
         most = min(request.max_tokens - num_tokens - 1, spare)
@@ -181,8 +191,8 @@ class Planner:
         if request.follows_from == num_tokens:
             drafts = request.follows[:most]
             num_logits = 1 if request.sampling.logprobs is None else 1 + len(drafts)
-        elif self._drafter is not None:
-            drafts = tuple(self._drafter(request))[:most]
+        elif drafter is not None and guesses > 0:
+            drafts = tuple(drafter(request))[: min(most, guesses)]
         else:
             return 0
         count = 1 + len(drafts)

@@ -86,6 +86,7 @@ class Request(CachedSequence):
         parked_on, followers, pending_start: of `PendingPrefixes`; a follower waits for so many computed tokens.
         follows, follows_from: tokens that have to come next, behind so many.
         has_starved: a step of a single token of it has run out of memory.
+        history: what a drafter remembers of it.
     """
 
     id: int
@@ -120,6 +121,7 @@ class Request(CachedSequence):
     follows: tuple[int, ...] = field(default=(), init=False)
     follows_from: int = field(default=-1, init=False)
     has_starved: bool = field(default=False, init=False)
+    history: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         CachedSequence.__post_init__(self)  # `super()` knows the class from before it got slots

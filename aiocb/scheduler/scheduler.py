@@ -26,6 +26,7 @@ from aiocb.errors import InvalidRequest, RequestFailed, RequestTimeout
 from aiocb.outputs import FinishReason
 from aiocb.scheduler.admission import Admission
 from aiocb.scheduler.events import Finished, Update
+from aiocb.scheduler.pace import Pace
 from aiocb.scheduler.planner import Drafter, Planner
 from aiocb.scheduler.queue import Deadlines
 from aiocb.scheduler.request import Request, RequestStatus
@@ -53,8 +54,13 @@ class Scheduler:
         safety_margin: while less than this share of the blocks is free, nothing is admitted unless nothing runs.
         drafter: makes the drafts of decoding requests; None makes none. Models with states get none: a state cannot be
             taken back when a draft was wrong.
+        max_draft_rows: most rows of a step in which anything is drafted, those that decode included; None: no bound.
         jumps: tokens that a request's structure forces are computed together with the one before them; not in models
             with states, either.
+        pace: makes steps with prompts smaller where they would last too long; None: `max_batch_tokens` alone counts.
+
+    Attributes:
+        num_draft_tokens, num_accepted_tokens: what the drafter proposed and steps have verified, and what was right.
     """
 
     def __init__(
@@ -67,7 +73,9 @@ class Scheduler:
         scheduler_type: SchedulerType = "fifo",
         safety_margin: float = 0.0,
         drafter: Drafter | None = None,
+        max_draft_rows: int | None = None,
         jumps: bool = True,
+        pace: Pace | None = None,
     ) -> None:
         if max_batch_tokens < 1 or max_requests_per_batch < 1:
             raise ValueError("a step needs room for one token and one request")
@@ -77,6 +85,9 @@ class Scheduler:
         self.max_requests_per_batch = min(max_requests_per_batch, max_batch_tokens)
         self.max_prefill_chunk = min(max_prefill_chunk or max_batch_tokens, max_batch_tokens)
         self.safety_margin = safety_margin
+        self.pace = pace
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self._step_tokens = max_batch_tokens
         self._num_arrivals = 0
         self._roster = Roster(cache)
         self._admission = Admission(self._roster, self.max_requests_per_batch, safety_margin)
@@ -90,6 +101,7 @@ class Scheduler:
             max_prefill_chunk=self.max_prefill_chunk,
             scheduler_type=scheduler_type,
             drafter=drafter,
+            max_draft_rows=max_draft_rows,
             jumps=jumps,
         )
 
@@ -139,6 +151,11 @@ class Scheduler:
     def max_step_tokens(self) -> int:
         """Token budget of the next step: `max_batch_tokens`, or less for a while after one ran out of memory."""
         return self._shortage.max_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """What the last step with prompts might have had: less than `max_step_tokens` where it would last too long."""
+        return min(self._step_tokens, self._shortage.max_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -245,7 +262,31 @@ class Scheduler:
             A plan. Without entries when nothing can be computed before a plan in flight has been collected, or there is
             no work; then it needs no `update`, and is to be executed only if it closes something.
         """
-        return self._planner.plan(self._shortage.max_tokens, now)
+        budget = self._shortage.max_tokens
+        if self.pace is not None and now is not None:
+            budget = self._paced(self.pace, budget, now)
+        return self._planner.plan(budget, now)
+
+    def _paced(self, pace: Pace, most: int, now: float) -> int:
+        """The budget of a step in time, where it is going to have prompts."""
+        roster = self._roster
+        oldest = min(roster.prefilling.values(), key=lambda request: request.rank, default=None)
+        start = 0 if oldest is None else oldest.num_scheduled_tokens
+        oldest = oldest or roster.queue.peek()
+        if oldest is None:
+            self._step_tokens = most
+            return most
+        lengths = [request.num_scheduled_tokens for request in roster.decoding.values()]
+        # One that was preempted has had its first token: nobody waits for that.
+        has_waited = oldest.submitted_at is not None and oldest.first_token_at is None
+        waited = now - oldest.submitted_at if has_waited and oldest.submitted_at is not None else 0.0
+        self._step_tokens = pace.budget(lengths, start, waited, most)
+        return self._step_tokens
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn how long a step has taken; see `Pace`."""
+        if self.pace is not None and plan.entries:
+            self.pace.observe(plan, seconds)
 
     def update(self, plan: StepPlan, result: StepResult, now: float | None = None) -> list[Update]:
         """Take what a step has computed: append tokens, check the ends, publish full blocks.
@@ -285,6 +326,9 @@ class Scheduler:
             if drafts:
                 # What was computed of drafts that were not accepted is computed again.
                 computed = request.num_scheduled_tokens = start + len(token_ids)
+                if request.follows_from != start + 1:  # guesses, not what has to follow
+                    self.num_draft_tokens += len(drafts)
+                    self.num_accepted_tokens += len(token_ids) - 1
                 request.tokens += token_ids
             request.num_computed_tokens = computed
             if computed % page_size < count:

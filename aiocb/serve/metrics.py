@@ -45,6 +45,9 @@ GAUGES = {
     "cpu_offload_usage_perc": "Places of the swap space that are taken, 0 to 1.",
     "step_age_seconds": "Since the last step began or ended.",
     "max_step_tokens": "Token budget of a step now.",
+    "step_cost_seconds": "What a step is believed to take without its tokens.",
+    "step_cost_seconds_per_token": "What each token of a step is believed to add.",
+    "step_cost_seconds_per_key": "What each key that a token is compared with is believed to add.",
 }
 COUNTERS = {
     "num_preemptions": "How often a request gave its cache back to others.",
@@ -54,6 +57,8 @@ COUNTERS = {
     "num_offloads": "How often a preempted request was copied out.",
     "num_restores": "How often one was copied in again.",
     "num_aborts": "Requests that were cancelled while they were alive.",
+    "spec_decode_num_draft_tokens": "Tokens that were proposed and verified.",
+    "spec_decode_num_accepted_tokens": "Tokens that were proposed and came.",
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens that were found there.",
     "prompt_tokens": "Prompt tokens of the requests that have ended.",

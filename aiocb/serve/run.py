@@ -126,7 +126,14 @@ def serve(engine: Engine, config: ServeConfig, progress: LoadProgress) -> BaseEx
         SystemExit: the address is taken.
     """
     app = create_app(engine, config, progress)
-    settings = uvicorn.Config(
+    service: Service = app.state.service
+    Server(uvicorn_config(app, config), service).run()
+    return service.failure
+
+
+def uvicorn_config(app: Any, config: ServeConfig) -> uvicorn.Config:
+    """How uvicorn is to serve the app."""
+    return uvicorn.Config(
         app,
         host=config.host,
         port=config.port,
@@ -143,6 +150,3 @@ def serve(engine: Engine, config: ServeConfig, progress: LoadProgress) -> BaseEx
         root_path=config.root_path,
         lifespan="on",
     )
-    service: Service = app.state.service
-    Server(settings, service).run()
-    return service.failure

@@ -81,7 +81,7 @@ def test_offline_command_writes_json(tmp_path: Path) -> None:
 def test_invariance_of_a_real_model(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     lengths = ["--requests", "6", "--prompt-len", "16", "96", "--new-len", "6", "24"]
-    result = CliRunner().invoke(app, ["invariance", "smollm2", *lengths, "--json", str(file), "--int8"])
+    result = CliRunner().invoke(app, ["invariance", "smollm2", *lengths, "--json", str(file), "--quantization", "int8"])
     assert result.exit_code == 0, result.output
     rows = {row["run"]: row for row in json.loads(file.read_text())["rows"]}
     assert all(row["identical"] == 6 for row in rows.values()), rows

@@ -56,6 +56,7 @@ IN_THE_SCHEDULER: dict[str, tuple[Any, Callable[[Sized], Any]]] = {
     "max_batch_tokens": (100, lambda made: made.scheduler.max_batch_tokens),
     "max_requests_per_batch": (7, lambda made: made.scheduler.max_requests_per_batch),
     "max_prefill_chunk": (9, lambda made: made.scheduler.max_prefill_chunk),
+    "target_itl": (0.25, lambda made: made.scheduler.pace and made.scheduler.pace.target_itl),
     "scheduler_type": ("priority", lambda made: made.scheduler.scheduler_type),
     "safety_margin": (0.5, lambda made: made.scheduler.safety_margin),
     "allow_block_sharing": (False, lambda made: made.scheduler.cache.sharing),
@@ -86,6 +87,9 @@ ELSEWHERE = {
     "cpu_offload_space_safety_threshold": "model/test_swap.py::test_more_than_is_safe_is_cut_with_a_warning",
     "state_interval": "model/test_states.py::test_the_interval_follows_the_size",
     "max_state_memory": "model/test_states.py::test_slots_for_requests_and_for_snapshots",
+    "target_ttft": "engine/test_settings.py::test_time_bounds_steps_where_it_is_asked_to",
+    "speculation": "e2e/test_speculation.py::test_outputs_are_those_without",
+    "num_speculative_tokens": "e2e/test_speculation.py::test_outputs_are_those_without",
     "max_queue_size": "engine/test_queue.py::test_a_full_queue_refuses_when_asked_to",
     "tool_parser": "engine/test_tools.py::test_a_parser_may_be_chosen",
     "reasoning_parser": "engine/test_tools.py::test_reasoning_may_stay_in_the_text",
@@ -116,6 +120,16 @@ OF_ACCELERATORS: dict[str, Any] = {
     "max_blocks_per_request": 8,
 }
 """Refused on a CPU; what each does on a device is observed in tests/model/test_device_runner.py."""
+
+
+def test_time_bounds_steps_where_it_is_asked_to() -> None:
+    pace = size(target_itl=0.1, target_ttft=2.0).scheduler.pace
+    assert pace is not None and (pace.target_itl, pace.target_ttft) == (0.1, 2.0)
+    assert size().scheduler.pace is None  # not the native kernels
+    assert size(target_itl=None).scheduler.pace is None
+    for wrong in (0.0, -1.0, float("nan"), "fast"):
+        with pytest.raises(ConfigError, match="target_itl"):
+            EngineConfig(target_itl=wrong)  # type: ignore[arg-type]
 
 
 def test_every_field_is_in_one_table() -> None:

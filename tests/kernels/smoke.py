@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from aiocb.kernels import KernelError, KernelUnavailable, Library, NativeModel, load
-from aiocb.kernels.formats import FORMATS
+from aiocb.kernels.formats import FORMATS, WeightSource
 from aiocb.kernels.generic import GenericKernels
 from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig, PagedCall, StepArguments
 from aiocb.kernels.scans import ConvolveCall, DeltaCall, ScanRows, SelectiveChannelsCall, SelectiveHeadsCall
@@ -49,7 +49,7 @@ def model_of(library: Library, dtype: str, packed: str, *, has_experts: bool) ->
         attention_softcap=20.0,
     )  # fmt: skip
     model = NativeModel(library, config, num_threads=2)
-    plain: dict[str, Any] = {"source_format": FORMATS[dtype], "weight_format": FORMATS[packed]}
+    plain: dict[str, Any] = {"source": WeightSource.of(dtype), "weight_format": FORMATS[packed]}
     model.set_rope(0, RANDOM.random(5).astype(np.float32), 1.0)
     for layer in range(2):
         model.set_group(layer, 12, 1)
@@ -73,7 +73,7 @@ def model_of(library: Library, dtype: str, packed: str, *, has_experts: bool) ->
     head, embedding = weights(VOCAB, HIDDEN, dtype), weights(VOCAB, HIDDEN, dtype)
     model.set_vector(-1, "final", np.ones(HIDDEN, np.float32))
     model.set_linear(-1, "head", addresses(head), HIDDEN, **plain)
-    model.set_embedding(embedding.ctypes.data, embedding)
+    model.set_embedding(embedding.ctypes.data, WeightSource.of(dtype), embedding)
     return model
 
 

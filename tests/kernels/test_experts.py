@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.formats import FORMATS
+from aiocb.kernels.formats import FORMATS, WeightSource
 from aiocb.model.native.runner import NativeRunner
 from aiocb.records import Record
 from aiocb.step import StepEntry, StepResult
@@ -165,7 +165,7 @@ def test_shapes_that_are_refused(library: Library) -> None:
 
     def pack(name: str, columns: int, depth: int, *, expert: int = 0, layer: int = 0, target: str = "float32") -> None:
         rows = np.uint64(weight.ctypes.data) + np.arange(columns, dtype=np.uint64) * np.uint64(1024)
-        formats: dict[str, Any] = {"source_format": FORMATS["float32"], "weight_format": FORMATS[target]}
+        formats: dict[str, Any] = {"source": WeightSource.of("float32"), "weight_format": FORMATS[target]}
         model.set_linear(layer, name, rows, depth, expert=expert, **formats)
 
     for wrong in (("router", 3, 64), ("router", 4, 60), ("expert_gate_up", 80, 64), ("expert_down", 64, 48),
@@ -191,7 +191,7 @@ def test_a_layer_that_lacks_an_expert_does_not_run(library: Library) -> None:
     model = mixture(library)
     weight = np.zeros((128, 64), np.float32)
     rows = np.uint64(weight.ctypes.data) + np.arange(128, dtype=np.uint64) * np.uint64(256)
-    plain: dict[str, Any] = {"source_format": FORMATS["float32"], "weight_format": FORMATS["float32"]}
+    plain: dict[str, Any] = {"source": WeightSource.of("float32"), "weight_format": FORMATS["float32"]}
     model.set_group(0, 4, 1)
     model.set_linear(0, "router", rows[:4], 64, **plain)
     for expert in range(4):

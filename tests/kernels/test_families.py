@@ -15,8 +15,9 @@ from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels import Library, load
 from aiocb.model.defaults import model_defaults
-from aiocb.model.native.build import build, plan
+from aiocb.model.native.build import build
 from aiocb.model.native.families import describe
+from aiocb.model.native.plan import plan
 from aiocb.model.native.runner import NativeRunner
 from aiocb.model.request import Candidate, Material, ModelRequest, Refusal
 from tests.kernels.helpers import MiniScheduler, Request

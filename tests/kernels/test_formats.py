@@ -6,21 +6,20 @@ import pytest
 import torch
 
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.formats import FORMATS, INT8, WeightFormat
+from aiocb.kernels.formats import FORMATS, INT4, INT8, WeightFormat, WeightSource
 from tests.kernels.helpers import DTYPES, Tensor, native
 from tests.kernels.test_kernels import _addresses
 
 OUT = 1
 # Of the result's size: sums of floats in another order; int8 rounds each row of activations to 1/254 of a group's peak.
-TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-5, "int8": 0.01}
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-5, "int8": 0.01, "int4": 0.01}
 PAIRS = [(dtype, each) for each in FORMATS.values() for dtype in DTYPES if each.is_quantized or each.name == dtype]
 
 
 def _pack(model: NativeModel, weight: Tensor, weight_format: WeightFormat) -> None:
-    source = WeightFormat.of(weight.dtype)
-    assert source is not None
+    source = WeightSource.of(weight.dtype)
     model.set_linear(
-        0, "out", _addresses(weight), weight.shape[1], source_format=source, weight_format=weight_format
+        0, "out", _addresses(weight), weight.shape[1], source=source, weight_format=weight_format
     )  # fmt: skip
 
 
@@ -47,7 +46,17 @@ def test_a_linear_multiplies_with_what_unpack_returns(
     model = native(library, instruction_set, dtype)
     _pack(model, weight, weight_format)
     unpacked = _unpack(model, columns, depth)
-    if weight_format.is_quantized:
+    if weight_format is INT4:
+        groups = torch.nn.functional.pad(weight.float(), (0, -depth % 32)).view(columns, -1, 32)
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        steps = ((high - low) / 15).clamp_min(1e-30)
+        plain = low + ((groups - low) / steps).round() * steps
+        errors = torch.nn.functional.pad(unpacked, (0, -depth % 32)).view(columns, -1, 32) - groups
+        if depth % 32:  # what is packed behind the end is not seen
+            errors[:, -1, depth % 32 :] = 0.0
+        # Both ends of the range are not where they have to be: the search finds what serves all weights better.
+        assert (errors.square().sum(-1) <= 1.01 * (plain - groups).square().sum(-1) + 1e-9).all()
+    elif weight_format.is_quantized:
         groups = torch.nn.functional.pad(weight.float(), (0, -depth % weight_format.group))
         peaks = groups.view(columns, -1, weight_format.group).abs().amax(-1)
         half_steps = peaks / (2 ** (weight_format.bits - 1) - 1) / 2
@@ -92,6 +101,7 @@ def test_there_is_nothing_to_unpack(library: Library) -> None:
         ("bfloat16", 65, 3, 128 * 8),
         ("int8", 64, 32, 64 * 34),
         ("int8", 1, 33, 64 * 68),
+        ("int4", 1, 33, 64 * 40),
     ],
 )
 def test_packed_bytes(name: str, columns: int, depth: int, num_bytes: int) -> None:
@@ -102,4 +112,4 @@ def test_a_dtype_is_held_as_it_is_or_not_at_all() -> None:
     assert WeightFormat.of(torch.bfloat16) is FORMATS["bfloat16"]
     assert WeightFormat.of(torch.int8) is None  # not the format of that name, which has scales
     assert WeightFormat.of(torch.float16) is None
-    assert [each.name for each in FORMATS.values() if each.is_quantized] == [INT8.name]
+    assert [each for each in FORMATS.values() if each.is_quantized] == [INT8, INT4]

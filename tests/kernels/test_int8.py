@@ -15,7 +15,7 @@ import torch
 import aiocb
 from aiocb.errors import ConfigError
 from aiocb.kernels import Library, NativeModel
-from aiocb.kernels.formats import FORMATS, INT8
+from aiocb.kernels.formats import INT8, WeightSource
 from aiocb.model.native import int8 as native_int8
 from aiocb.model.native.int8 import tune
 from aiocb.model.open import open_model
@@ -65,8 +65,8 @@ def _pack(model: NativeModel, w: Tensor, **options: Any) -> None:
     n, k = w.shape
     step = np.uint64(k * w.element_size())
     addresses = np.uint64(w.data_ptr()) + np.arange(n, dtype=np.uint64) * step
-    source = FORMATS[str(w.dtype).removeprefix("torch.")]
-    model.set_linear(0, "gate_up", addresses, k, source_format=source, weight_format=INT8, **options)
+    source = WeightSource.of(w.dtype)
+    model.set_linear(0, "gate_up", addresses, k, source=source, weight_format=INT8, **options)
 
 
 def _linear(model: NativeModel, a: Tensor, n: int) -> Tensor:
@@ -227,8 +227,8 @@ def test_refusals() -> None:
     config = aiocb.EngineConfig(native=False)
     with pytest.raises(ConfigError, match=r"'int8' needs the native CPU kernels.*leave quantization out.*native=False"):
         open_model(ModelRequest(config, model=model, quantization="int8"))
-    with pytest.raises(ConfigError, match="quantization='int4' is unknown: 'int8'"):
-        open_model(ModelRequest(aiocb.EngineConfig(), model=model, quantization="int4"))
+    with pytest.raises(ConfigError, match="quantization='int3' is unknown: 'int8'"):
+        open_model(ModelRequest(aiocb.EngineConfig(), model=model, quantization="int3"))
 
 
 def test_refuses_an_architecture_without_native_step() -> None:

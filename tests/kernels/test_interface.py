@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aiocb.kernels import KernelError, KernelUnavailable, Library, interface, load
-from aiocb.kernels.formats import BFLOAT16, FLOAT32, FORMATS, INT8
+from aiocb.kernels.formats import BFLOAT16, FLOAT32, FORMATS, INT8, WeightSource
 from aiocb.kernels.generic import GenericKernels
 from aiocb.kernels.selection import SelectArguments
 from tests.kernels.helpers import Rows, native, step_arguments
@@ -29,7 +29,7 @@ class _Grown(ctypes.Structure):
         ("FORMATS", {**FORMATS, "int8": INT8._replace(code=3)}, "format.int8 is 2, not 3"),
         ("FORMATS", {**FORMATS, "int8": INT8._replace(group=64)}, "format.int8.group is 32, not 64"),
         ("FORMATS", {**FORMATS, "int8": INT8._replace(activations="bfloat16")}, "format.int8.operand is 2, not 1"),
-        ("FORMATS", {**FORMATS, "int4": INT8}, r"format.int4(\.\w+)? is None, not \d+"),
+        ("FORMATS", {**FORMATS, "int2": INT8}, r"format.int2(\.\w+)? is None, not \d+"),
         ("ACTIVATIONS", {"silu": 0}, "activation"),
         ("ERRORS", {8: "", 11: ""}, "error.forked is 9, not 11"),
     ],
@@ -55,7 +55,7 @@ def test_a_step_without_all_weights_is_refused(library: Library) -> None:
 
     def pack(name: str, columns: int, depth: int) -> None:
         rows = _addresses(weight)[:columns]
-        model.set_linear(0, name, rows, depth, source_format=FLOAT32, weight_format=FLOAT32)
+        model.set_linear(0, name, rows, depth, source=WeightSource.of("float32"), weight_format=FLOAT32)
 
     for slot, (name, (columns, depth)) in zip((0, 1, 3, 2), shapes.items(), strict=True):
         with pytest.raises(KernelError, match=f"layer 0: linear {slot} is 0 x 0"):
@@ -67,17 +67,17 @@ def test_a_step_without_all_weights_is_refused(library: Library) -> None:
             with pytest.raises(KernelError, match=f"layer 0: linear {slot} is"):
                 model.step(step)
         pack(name, columns, depth)
-    model.set_linear(0, "down", _addresses(weight)[:64], 65, source_format=FLOAT32, weight_format=FLOAT32)
+    model.set_linear(0, "down", _addresses(weight)[:64], 65, source=WeightSource.of("float32"), weight_format=FLOAT32)
     with pytest.raises(KernelError, match="64 columns make less than the 65 inputs of linear 3"):
         model.step(step)
     pack("down", 64, 64)
     with pytest.raises(KernelError, match="layer -1: linear 4 is 0 x 0, the step needs 64 x 64"):
         model.step(step)
-    model.set_linear(-1, "head", _addresses(weight)[:64], 64, source_format=FLOAT32, weight_format=FLOAT32)
+    model.set_linear(-1, "head", _addresses(weight)[:64], 64, source=WeightSource.of("float32"), weight_format=FLOAT32)
     with pytest.raises(KernelError, match="embedding"):
         model.step(step)
     table = torch.zeros(64, 64)
-    model.set_embedding(table.data_ptr(), table)
+    model.set_embedding(table.data_ptr(), WeightSource.of("float32"), table)
     model.step(step)
     model.set_layer(0, window=0, rope=-1, group=0, group_layer=1, scale=1.0)
     with pytest.raises(KernelError, match="layer 0 is number 1 of group 0, which has 1"):
@@ -104,11 +104,11 @@ def test_what_is_too_large_leaves_what_was_there(library: Library) -> None:
         model.check(code)
         return out.clone()
 
-    model.set_linear(0, "out", _addresses(weight), 96, source_format=FLOAT32, weight_format=FLOAT32)
+    model.set_linear(0, "out", _addresses(weight), 96, source=WeightSource.of("float32"), weight_format=FLOAT32)
     before = multiply()
     rows = np.zeros(1 << 20, np.uint64)
     with pytest.raises(KernelError, match=r"no memory for \d{15,} bytes"):
-        model.set_linear(0, "out", rows, (1 << 31) - 64, source_format=FLOAT32, weight_format=FLOAT32)
+        model.set_linear(0, "out", rows, (1 << 31) - 64, source=WeightSource.of("float32"), weight_format=FLOAT32)
     assert torch.equal(multiply(), before)
     model.set_group(0, 4, 1)
     with pytest.raises(KernelError, match=r"no memory for \d{15,} bytes"):
@@ -124,7 +124,7 @@ def test_a_selection_that_finds_no_memory_leaves_the_steps_theirs(library: Libra
     model = native(library, instruction_set, "bfloat16")
     weight, a = torch.randn(70, 2600).bfloat16(), torch.randn(40, 2600).bfloat16()
     results = []
-    model.set_linear(0, "out", _addresses(weight), 2600, source_format=BFLOAT16, weight_format=BFLOAT16)
+    model.set_linear(0, "out", _addresses(weight), 2600, source=WeightSource.of("bfloat16"), weight_format=BFLOAT16)
     for _ in range(2):
         out = torch.empty(40, 70)
         model.check(library.calls.aiocb_linear(model.handle, 0, 1, a.data_ptr(), 5200, 40, out.data_ptr(), 70))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aiocb.kernels import Library
-from aiocb.kernels.formats import FLOAT32, FORMATS
+from aiocb.kernels.formats import FLOAT32, FORMATS, WeightSource
 from aiocb.kernels.generic import GenericKernels
 from aiocb.kernels.interface import ACTIVATIONS
 from tests.kernels.helpers import DTYPES, native
@@ -30,7 +30,7 @@ def test_linear(library: Library, instruction_set: str, dtype: str, columns: int
     bias = torch.randn(columns)
     model = native(library, instruction_set, dtype)
     model.set_linear(
-        0, "out", _addresses(weight), depth, source_format=FORMATS[dtype], weight_format=FORMATS[dtype],
+        0, "out", _addresses(weight), depth, source=WeightSource.of(dtype), weight_format=FORMATS[dtype],
         bias=bias.numpy(),
     )  # fmt: skip
     full = torch.randn(270, depth).to(DTYPES[dtype])
@@ -54,7 +54,7 @@ def test_threads_change_nothing(library: Library, threads: int) -> None:
     torch.manual_seed(0)
     weight = torch.randn(300, 64)
     model = native(library, library.instruction_sets()[0], "float32", num_threads=threads)
-    model.set_linear(0, "out", _addresses(weight), 64, source_format=FLOAT32, weight_format=FLOAT32)
+    model.set_linear(0, "out", _addresses(weight), 64, source=WeightSource.of("float32"), weight_format=FLOAT32)
     a, out = torch.randn(9, 64), torch.empty(9, 300)
     for _ in range(20):
         out.fill_(math.nan)

@@ -17,7 +17,7 @@ import os, resource, threading
 import numpy as np
 import torch
 from aiocb.kernels import KernelError, Library
-from aiocb.kernels.formats import FLOAT32
+from aiocb.kernels.formats import FLOAT32, WeightSource
 from aiocb.kernels.generic import GenericKernels
 from tests.kernels.helpers import native
 from tests.kernels.test_kernels import _addresses
@@ -30,7 +30,7 @@ EXPECTED = (A.double() @ WEIGHT.double().T).float()
 
 def model_of(threads=3):
     model = native(library, library.instruction_sets()[0], "float32", num_threads=threads)
-    model.set_linear(0, "out", _addresses(WEIGHT), 96, source_format=FLOAT32, weight_format=FLOAT32)
+    model.set_linear(0, "out", _addresses(WEIGHT), 96, source=WeightSource.of("float32"), weight_format=FLOAT32)
     return model
 
 def multiply(model):

@@ -44,11 +44,19 @@ def write_gguf(
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
     without: Collection[str] = (),
+    kinds: Mapping[str, str] | None = None,
+    mlp: int = MLP,
 ) -> Path:
-    """Write the tiny llama with further keys and tensors, or without some."""
+    """Write the tiny llama with further keys and tensors, or without some.
+
+    `kinds` are types of ggml's for the matrices whose names end with a key (`attn_q`; `""`: all others), the first that
+    fits; float32 without.
+    """
+    keys = {**KEYS, "llama.feed_forward_length": mlp, **(keys or {})}
+    width = HIDDEN * keys["llama.attention.head_count_kv"] // HEADS
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), "llama")
-    for key, value in {**KEYS, **(keys or {})}.items():
+    for key, value in keys.items():
         if key not in without:
             add_key(writer, key, value)
     shapes = {"token_embd.weight": (len(TOKENS), HIDDEN), "output_norm.weight": (HIDDEN,)}
@@ -57,16 +65,18 @@ def write_gguf(
             f"blk.{layer}.attn_norm.weight": (HIDDEN,),
             f"blk.{layer}.ffn_norm.weight": (HIDDEN,),
             f"blk.{layer}.attn_q.weight": (HIDDEN, HIDDEN),
-            f"blk.{layer}.attn_k.weight": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
-            f"blk.{layer}.attn_v.weight": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+            f"blk.{layer}.attn_k.weight": (width, HIDDEN),
+            f"blk.{layer}.attn_v.weight": (width, HIDDEN),
             f"blk.{layer}.attn_output.weight": (HIDDEN, HIDDEN),
-            f"blk.{layer}.ffn_gate.weight": (MLP, HIDDEN),
-            f"blk.{layer}.ffn_up.weight": (MLP, HIDDEN),
-            f"blk.{layer}.ffn_down.weight": (HIDDEN, MLP),
+            f"blk.{layer}.ffn_gate.weight": (mlp, HIDDEN),
+            f"blk.{layer}.ffn_up.weight": (mlp, HIDDEN),
+            f"blk.{layer}.ffn_down.weight": (HIDDEN, mlp),
         }
     for name, shape in shapes.items():
         if name not in without:
-            writer.add_tensor(name, (random.standard_normal(shape) * 0.3).astype(np.float32))
+            values = (random.standard_normal(shape) * 0.3).astype(np.float32)
+            kind = _kind(name, kinds or {}) if len(shape) > 1 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -74,6 +84,11 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _kind(name: str, kinds: Mapping[str, str]) -> gguf.GGMLQuantizationType:
+    stem = name.removesuffix(".weight")
+    return gguf.GGMLQuantizationType[next((kind for end, kind in kinds.items() if stem.endswith(end)), "F32")]
 
 
 def add_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -77,11 +77,17 @@ def snapshots(model: Path) -> list[Path]:
     return sorted(path for path in (model.parent / "cache" / "native").glob("*") if path.is_dir())
 
 
+def asked(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Options that ask for converted weights: a GGUF file is used as it is where no dtype is asked for."""
+    return {"dtype": "bfloat16", **options} if path.suffix == ".gguf" else options
+
+
 def tokens_of(path: Path, **options: Any) -> list[tuple[int, ...]]:
     prompts = ["af", [5, 7, 9, 11, 13] * 7, [8]]
 
     async def main() -> list[tuple[int, ...]]:
-        async with aiocb.Engine.from_pretrained(str(path), config=CONFIG, device="cpu", **options) as engine:
+        options_here = asked(path, options)
+        async with aiocb.Engine.from_pretrained(str(path), config=CONFIG, device="cpu", **options_here) as engine:
             assert engine.model is None
             done = await engine.generate_batch(prompts, temperature=0.0, max_new_tokens=12, ignore_eos=True)
             sampled = await engine.generate_batch(prompts, temperature=0.9, seed=4, max_new_tokens=12, ignore_eos=True)
@@ -91,7 +97,7 @@ def tokens_of(path: Path, **options: Any) -> list[tuple[int, ...]]:
 
 
 def opened(path: Path, config: aiocb.EngineConfig = CONFIG, **options: Any) -> Opened:
-    result = open_model(ModelRequest(config, str(path), device="cpu", **options))
+    result = open_model(ModelRequest(config, str(path), device="cpu", **asked(path, options)))
     result.runner.close()
     return result
 
@@ -138,7 +144,8 @@ def test_no_modelling_code_is_imported(model: Path) -> None:
     program = (
         "import sys, aiocb\nfrom aiocb.model.open import open_model\n"
         "from aiocb.model.request import ModelRequest\n"
-        f"request = ModelRequest(aiocb.EngineConfig(num_blocks=64), {str(model)!r}, device='cpu')\n"
+        f"request = ModelRequest(aiocb.EngineConfig(num_blocks=64), {str(model)!r}, "
+        f"device='cpu', **{asked(model, {})!r})\n"
         "open_model(request).runner.close()\n"
         "print(*[name for name in ('transformers.modeling_utils', 'torch._dynamo', 'aiocb.model.eager.adapter')"
         " if name in sys.modules], 'end')"

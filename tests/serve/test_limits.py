@@ -173,3 +173,17 @@ async def test_every_setting_is_an_option() -> None:
 
     options = {field.name for field in dataclasses.fields(ServeOptions)}
     assert {field.name for field in dataclasses.fields(ServeConfig)} <= options
+
+
+async def test_settings_of_the_engine_are_taken_out_of_the_options() -> None:
+    import aiocb
+    from aiocb.cli.serve import ServeOptions, _engine_settings
+
+    values = dataclasses.asdict(
+        ServeOptions(target_itl=0.0, target_ttft=2.0, speculation="prompt_lookup", metrics_buckets=[1.0, 2.0])
+    )
+    config = aiocb.EngineConfig(**_engine_settings(values))
+    assert (config.target_itl, config.target_ttft, config.speculation) == (None, 2.0, "prompt_lookup")
+    assert (config.num_speculative_tokens, config.latency_buckets, config.max_queue_size) == (7, (1.0, 2.0), 1024)
+    assert not set(values) & {field.name for field in dataclasses.fields(aiocb.EngineConfig)} - {"max_queue_size"}
+    assert aiocb.EngineConfig(**_engine_settings(dataclasses.asdict(ServeOptions()))).target_itl == "auto"

@@ -95,7 +95,9 @@ Linear Executor::shape_linear(int format, int columns, int depth) const {
 void Executor::fill_linear(const Linear& linear, const char* const* rows, PackArgs args, const float* bias) {
   std::vector<const char*> padded(size_t(linear.panels) * kPanel, nullptr);
   std::memcpy(padded.data(), rows, size_t(linear.columns) * sizeof(char*));
-  args.rows = padded.data();
+  std::vector<int32_t> sources(padded.size(), kF32Source);
+  std::memcpy(sources.data(), args.sources, size_t(linear.columns) * sizeof(int32_t));
+  args.rows = padded.data(), args.sources = sources.data();
   parallel([&](Lane lane) {
     const int64_t panels = linear.panels;
     isa->formats[linear.format].pack(linear, args, int(panels * lane.thread / lane.num_threads),

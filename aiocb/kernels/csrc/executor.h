@@ -62,7 +62,8 @@ class Executor {
   Linear shape_linear(int format, int columns, int depth) const;
   void take_weights(Linear* linear) { linear->data = memory.take(linear->panels * linear->panel_bytes); }
   void take_bias(Linear* linear) { linear->bias = memory.take<float>(int64_t(linear->panels) * kPanel); }
-  // Pack `columns` rows, the other columns of the last panel being zeros. `args.rows` is set here.
+  // Pack `columns` rows, the other columns of the last panel being zeros. `args.rows` is set here,
+  // and `args.sources`, of which there are `columns` only, made as long.
   void fill_linear(const Linear& linear, const char* const* rows, PackArgs args, const float* bias);
 
   int enter();

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "model.h"
+#include "sources.h"
 #include "vec.h"
 
 namespace aiocb {
@@ -125,12 +126,6 @@ struct Input {
   int count;
   bool is_prepared = false;
 };
-
-// Element `index` of a weight's source row.
-AIOCB_INLINE float source_value(const PackArgs& args, const char* row, int index) {
-  return args.source_format == kBf16 ? bf16_to_float(reinterpret_cast<const uint16_t*>(row)[index])
-                                     : reinterpret_cast<const float*>(row)[index];
-}
 
 constexpr int kGroupRows = 132;               // rows that pass over a panel together
 constexpr int kChunkBytes = 256 << 10;        // of a panel: it stays in the second-level cache while the rows pass
@@ -301,18 +296,23 @@ struct FloatWeights {
     const int steps = linear.depth / F::kStep;
     for (int panel = first_panel; panel < last_panel; ++panel) {
       char* out = linear.data + panel * linear.panel_bytes;
-      if (F::kStep == 2 && args.source_format == kBf16) {  // the common case
+      bool is_copied = F::kStep == 2;  // the common case
+      for (int column = 0; column < kPanel; ++column) is_copied &= args.sources[panel * kPanel + column] == kBf16Source;
+      if (is_copied) {
         pack_pairs(args.rows + panel * kPanel, args.depth, steps, out);
         continue;
       }
       for (int column = 0; column < kPanel; ++column) {
         const char* row = args.rows[panel * kPanel + column];
-        char* target = out + column * 4;
-        for (int k = 0; k < linear.depth; k += F::kStep, target += kPanel * 4) {
-          E values[F::kStep] = {};
-          for (int i = 0; row && i < F::kStep && k + i < args.depth; ++i)
-            from_float(source_value(args, row, k + i), values + i);
-          std::memcpy(target, values, 4);
+        for (int k = 0; k < linear.depth; k += kInt8Group) {
+          float values[kInt8Group] = {};
+          const int count = args.depth - k < kInt8Group ? args.depth - k : kInt8Group;
+          if (row && count > 0) read_source(args.sources[panel * kPanel + column], row, k, count, values);
+          for (int i = 0; i < kInt8Group && k + i < linear.depth; i += F::kStep) {
+            E packed[F::kStep];
+            for (int j = 0; j < F::kStep; ++j) from_float(values[i + j], packed + j);
+            std::memcpy(out + (k + i) / F::kStep * kStepBytes + column * 4, packed, 4);
+          }
         }
       }
     }

@@ -93,6 +93,18 @@ struct Step {
     }
   }
 
+  void project(const Layer& layer) const {
+    const int own = layer.qkv.columns, width = own + layer.value.columns;
+    StoreEpilogue keep = {buffers.qkv, width, own, layer.qkv.bias};
+    const Linear& after = layer.value.data ? layer.value : layer.out;
+    const Input normed = {buffers.normed, buffers.hidden_stride, batch.num_tokens};
+    const Input rows = run_linear<F>(layer.qkv, normed, first_panel(after, lane), lane, keep);
+    if (!layer.value.data) return;
+    StoreEpilogue rest = {buffers.qkv + own, width, layer.value.columns, layer.value.bias};
+    const bool takes = layer.value.quantized != nullptr;
+    run_linear<F>(layer.value, takes ? rows : normed, first_panel(layer.out, lane), lane, rest);
+  }
+
   void place(const Layer& layer) const {
     const int width = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim;
     const int32_t* const* tables = batch.tables + int64_t(layer.group) * batch.num_sequences;
@@ -193,9 +205,7 @@ struct Step {
         norm_rows(layer.input);
       pool_barrier(pool);
 
-      StoreEpilogue keep = {buffers.qkv, layer.qkv.columns, layer.qkv.columns, layer.qkv.bias};
-      run_linear<F>(layer.qkv, {buffers.normed, buffers.hidden_stride, batch.num_tokens},
-                    first_panel(layer.out, lane), lane, keep);
+      project(layer);
       pool_barrier(pool);
 
       place(layer);

@@ -1,6 +1,5 @@
-// Rows of activations in eight bits, scaled in groups along K: bytes, then each group's scale and where its sums begin.
-//
-// The weights are unsigned bytes, 128 too large: a sum begins at -128 times that of the group's activations.
+// Rows of activations in eight bits, scaled in groups along K: bytes, then each group's scale and the sum of its bytes, in
+// the forms that weights need which are stored as unsigned numbers.
 #pragma once
 #include "model.h"
 #include "vec.h"
@@ -13,7 +12,8 @@ AIOCB_INLINE int int8_groups(int depth) { return (depth + kInt8Group - 1) / kInt
 // A quantised row is its bytes, then one of these per group.
 struct Int8GroupMeta {
   float scale;
-  int32_t start;  // -128 * (sum of the group)
+  int32_t start;     // -128 * sum: of weights that are 128 too large
+  float scaled_sum;  // scale * sum
 };
 // What a group is multiplied by. A group so small that this would be infinite is one of zeros.
 AIOCB_INLINE F16 int8_inverse(float peak) { return set1(peak > 1e-36f ? 127.0f / peak : 0.0f); }
@@ -44,8 +44,8 @@ AIOCB_INLINE bool quantize_group(const E* x, int count, char* out, Int8GroupMeta
     store_bytes(out + i * 16, rounded);
     sum = sum + rounded;
   }
-  const float total = reduce_add(sum);
-  *meta = {peak * (1.0f / 127.0f), total == total ? -128 * int32_t(total) : 0};
+  const float total = reduce_add(sum), scale = peak * (1.0f / 127.0f);
+  *meta = {scale, total == total ? -128 * int32_t(total) : 0, scale * total};
   return reduce_add(nan) == 0.0f;
 }
 
@@ -67,7 +67,8 @@ AIOCB_INLINE bool quantize_whole_group(const uint16_t* x, char* out, Int8GroupMe
   const __m256i sums = _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(char(0x80))), _mm256_setzero_si256());
   const __m128i pair = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
   const int total = _mm_cvtsi128_si32(_mm_add_epi32(pair, _mm_unpackhi_epi64(pair, pair))) - 128 * kInt8Group;
-  *meta = {peak * (1.0f / 127.0f), -128 * total};
+  const float scale = peak * (1.0f / 127.0f);
+  *meta = {scale, -128 * total, scale * float(total)};
   return bits < 0x7f80;
 }
 #else

@@ -27,6 +27,8 @@ struct Entry {
 #define FIELD(T, name) {#T "." #name, offsetof(T, name)},
 #define STRUCT(T, ...) {#T, sizeof(T)}, EACH(FIELD, T, __VA_ARGS__)
 
+#define SOURCE(code, name, weights, bytes) \
+  {"source." #name, code}, {"source." #name ".weights", weights}, {"source." #name ".bytes", bytes},
 #define FORMAT(code, name, W, bits, group, scale_bytes, operand)                                          \
   {"format." #name, code}, {"format." #name ".bits", bits}, {"format." #name ".group", group},             \
   {"format." #name ".scale_bytes", scale_bytes}, {"format." #name ".operand", operand},
@@ -55,11 +57,12 @@ constexpr Entry kEntries[] = {
     STRUCT(SelectiveChannelsCall, num_channels, state_size, format, is_softplus, input, steps, write, read,
            input_stride, steps_stride, write_stride, read_stride, rates, skip, bias, state, slot_stride, out)
     AIOCB_FORMATS(FORMAT)
+    AIOCB_SOURCES(SOURCE)
     {"operand.float32", kF32Operand}, {"operand.bfloat16", kBf16Operand}, {"operand.int8", kInt8Operand},
     {"activation.silu", kSilu}, {"activation.gelu_tanh", kGeluTanh}, {"activation.gelu", kGeluErf},
     {"activation.relu", kRelu}, {"activation.relu2", kRelu2},
     {"linear.qkv", kQkvLinear}, {"linear.out", kOutLinear}, {"linear.gate_up", kGateUpLinear}, {"linear.down", kDownLinear},
-    {"linear.head", kHeadLinear}, {"linear.router", kRouterLinear}, {"linear.expert_gate_up", kExpertLinear},
+    {"linear.head", kHeadLinear}, {"linear.value", kValueLinear}, {"linear.router", kRouterLinear}, {"linear.expert_gate_up", kExpertLinear},
     {"linear.expert_down", kExpertLinear + 1},
     {"vector.input", kInputVector}, {"vector.input_bias", kInputBiasVector},
     {"vector.post_attention", kPostAttentionVector}, {"vector.post_attention_bias", kPostAttentionBiasVector},

@@ -10,6 +10,7 @@
 #pragma once
 #include "epilogues.h"
 #include "gemm.h"
+#include "gemm_int4.h"
 #include "gemm_int8.h"
 #include "model.h"
 #include "pool.h"
@@ -63,17 +64,19 @@ AIOCB_INLINE void prepare_row(const Linear& linear, const char* row, char* out) 
 // Compute this thread's share of rows in format F. `next` is where its next stage begins to read: that is prefetched
 // during the last panel. epilogue(first_row, rows, panel, sums[rows][64]) owns those outputs: no other thread sees them
 // in this stage. Whatever is to be added to a linear's sums (an adapter) is added here.
+//
+// Returns the rows as they were multiplied: another linear that quantises can take them instead of doing it again.
 template <class F, class Epilogue>
-AIOCB_INLINE void run_linear(const Linear& linear, const Input& input, const char* next, const Lane& lane,
-                             Epilogue& epilogue) {
+AIOCB_INLINE Input run_linear(const Linear& linear, const Input& input, const char* next, const Lane& lane,
+                              Epilogue& epilogue) {
+  Input rows = input;
   with_weights<F>(linear.format, [&](auto weights) {
     typedef decltype(weights) W;
     if constexpr (W::kQuantizes)
-      W::multiply(linear, input.is_prepared ? input : quantize_rows<W, typename F::Element>(linear, input, lane), next,
-                  lane, epilogue);
-    else
-      W::multiply(linear, input, next, lane, epilogue);
+      if (!rows.is_prepared) rows = quantize_rows<W, typename F::Element>(linear, input, lane);
+    W::multiply(linear, rows, next, lane, epilogue);
   });
+  return rows;
 }
 
 }  // namespace AIOCB_ISA

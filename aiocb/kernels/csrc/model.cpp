@@ -26,6 +26,7 @@ Linear* Handle::linear(int layer, int name) {
   Layer& l = plain.layers[layer];
   Linear* const parts[] = {&l.qkv, &l.out, &l.gate_up, &l.down};
   if (name < kHeadLinear) return parts[name];
+  if (name == kValueLinear) return &l.value;
   return l.experts && name < kExpertLinear + 2 * plain.config.num_experts ? expert_linear(l.experts, name) : nullptr;
 }
 
@@ -64,9 +65,21 @@ float** vector_of(Handle* handle, int layer, int name, int* count) {
   return parts[name];
 }
 
+struct Block {
+  int64_t weights, bytes;
+};
+const Block& source_block(int source) {
+#define AIOCB_BLOCK(code, name, weights, bytes) {weights, bytes},
+  static const Block kBlocks[] = {AIOCB_SOURCES(AIOCB_BLOCK)};
+#undef AIOCB_BLOCK
+  if (source < 0 || source >= kNumSources) throw Failure(kBadShape, "there is no source %ld of weights", source);
+  return kBlocks[source];
+}
+
 // What the step takes for granted of linears that share buffers.
 bool is_right_shape(const Config& c, int name, int columns, int depth, int format) {
   if (name == kDownLinear && depth > c.intermediate_size) return false;
+  if (name == kValueLinear && (columns != c.num_kv_heads * c.head_dim || depth != c.hidden_size)) return false;
   if (name < kRouterLinear) return true;
   if (name == kRouterLinear)
     return (columns == c.num_experts || columns == c.num_experts + 1) && depth == c.hidden_size && format == c.format;
@@ -94,6 +107,10 @@ void set_linear(Handle* handle, int layer, int name, const char* const* rows, in
     throw Failure(kBadShape, "linear %ld of %ld columns, depth %ld", name, columns, args.depth);
   Experts* experts = !is_expert ? nullptr : handle->plain.layers[layer].experts;
   const int common = experts ? experts->format : -1;
+  for (int column = 0; column < columns; ++column)
+    if (args.depth % source_block(args.sources[column]).weights)
+      throw Failure(kBadShape, "linear %ld of depth %ld in blocks of %ld", name, args.depth,
+                    source_block(args.sources[column]).weights);
   const WeightFormat& kind = handle->weight_format(format);
   if (!kind.row_bytes && kind.operand != handle->weight_format(c.format).operand)
     throw Failure(kBadShape, "linear %ld has format %ld, which does not take activations of format %ld", name, format,
@@ -202,14 +219,14 @@ AIOCB_API int aiocb_set_vector(Handle* handle, int layer, int name, const float*
   });
 }
 
-// `rows[c]` is the source row of packed column c (null: zeros); `bias[c]` its bias. Where rows are quantised, `input_scales`
+// `rows[c]` is the source row of packed column c (null: zeros), stored as `sources[c]`; `bias[c]` its bias. Where rows are quantised, `input_scales`
 // multiply the weight along k, and `importance` weighs its errors (null: none). The sources can be freed afterwards.
 AIOCB_API int aiocb_set_linear(Handle* handle, int layer, int name, const char* const* rows, int columns, int depth,
-                               int source_format, int format, const float* bias, const float* input_scales,
-                               const float* importance) {
+                               const int32_t* sources, int format, const float* bias,
+                               const float* input_scales, const float* importance) {
   return guarded(handle, [&] {
     handle->is_complete = false;
-    set_linear(handle, layer, name, rows, columns, format, {nullptr, source_format, depth, input_scales, importance},
+    set_linear(handle, layer, name, rows, columns, format, {nullptr, sources, depth, input_scales, importance},
                bias);
   });
 }
@@ -220,8 +237,16 @@ AIOCB_API int aiocb_record_inputs(Handle* handle, int layer, int name, float* sq
   return guarded(handle, [&] { record_inputs(handle, layer, name, squares); });
 }
 
-AIOCB_API int aiocb_set_embedding(Handle* handle, const char* rows) {
-  return guarded(handle, [&] { handle->plain.embedding = rows; });
+// Rows one after another, in whole blocks of their source.
+AIOCB_API int aiocb_set_embedding(Handle* handle, const char* rows, int source) {
+  return guarded(handle, [&] {
+    const Block& block = source_block(source);
+    const int width = handle->plain.config.hidden_size;
+    if (width % block.weights) throw Failure(kBadShape, "rows of %ld in blocks of %ld", width, block.weights);
+    handle->plain.embedding = rows;
+    handle->plain.embedding_source = source;
+    handle->plain.embedding_stride = int64_t(width / block.weights) * block.bytes;
+  });
 }
 
 AIOCB_API int aiocb_set_group(Handle* handle, int group, int num_blocks, int num_layers) {

@@ -22,7 +22,9 @@ enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, k
 enum QkNorm : int32_t { kNoQkNorm = 0, kPerHead = 1, kFullWidth = 2 };
 enum Alibi : int32_t { kNoAlibi = 0, kExactAlibi = 1, kRoundedAlibi = 2 };
 // From kExpertLinear on: gate_up and down of each expert in turn.
-enum LinearName : int32_t { kQkvLinear, kOutLinear, kGateUpLinear, kDownLinear, kHeadLinear, kRouterLinear, kExpertLinear };
+enum LinearName : int32_t {
+  kQkvLinear, kOutLinear, kGateUpLinear, kDownLinear, kHeadLinear, kValueLinear, kRouterLinear, kExpertLinear
+};
 enum VectorName : int32_t {
   kInputVector, kInputBiasVector, kPostAttentionVector, kPostAttentionBiasVector, kMlpVector, kMlpBiasVector, kPostMlpVector,
   kPostMlpBiasVector, kQVector, kKVector, kSinksVector, kFinalVector, kFinalBiasVector
@@ -78,6 +80,7 @@ struct Experts {
 
 struct Layer {
   Linear qkv, out, gate_up, down;
+  Linear value;       // the last columns of qkv, where they are packed in a format of their own
   Experts* experts;   // null: an MLP
   Norm input, post_attention, mlp, post_mlp, q, k;
   float* sinks;       // [H] or null
@@ -164,7 +167,9 @@ struct Model {
   Layer* layers;
   Linear head;
   Norm final_norm;
-  const char* embedding;          // borrowed, row-major [V][hidden]
+  const char* embedding;          // borrowed, row-major [V][hidden] of `embedding_source`
+  int32_t embedding_source;
+  int64_t embedding_stride;       // bytes of a row
   Group* groups;
   Rope* ropes;
   Buffers buffers;
@@ -173,7 +178,8 @@ struct Model {
 
 struct PackArgs {
   const char* const* rows;        // [panels * 64] source row of each packed column, null: zeros
-  int32_t source_format, depth;
+  const int32_t* sources;         // [panels * 64] what each is stored as
+  int32_t depth;
   const float* input_scales;      // [depth] factors of the weight along k, or null (where rows are quantised only)
   const float* importance;        // [depth] of the channels along k, or null: scales are not searched (ditto)
 };

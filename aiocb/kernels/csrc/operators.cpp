@@ -140,7 +140,8 @@ AIOCB_API int aiocb_generic_pack(Generic* generic, const char* weight, int64_t s
     Linear linear = generic->shape_linear(format, columns, depth);
     generic->take_weights(&linear);
     if (bias) generic->take_bias(&linear);
-    generic->fill_linear(linear, rows.data(), {nullptr, format, depth, nullptr, nullptr}, bias);
+    const std::vector<int32_t> sources(rows.size(), format == kF32 ? kF32Source : kBf16Source);
+    generic->fill_linear(linear, rows.data(), {nullptr, sources.data(), depth, nullptr, nullptr}, bias);
     *index = int32_t(generic->linears.size());
     generic->linears.push_back(linear);
   });

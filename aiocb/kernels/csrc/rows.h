@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "model.h"
+#include "sources.h"
 #include "vec.h"
 
 namespace aiocb {
@@ -38,13 +39,21 @@ AIOCB_INLINE void norm_row(const Norm& norm, bool is_layer_norm, float eps, cons
 AIOCB_INLINE void embed_row(const Model& model, int token, float* x) {
   const Config& c = model.config;
   const F16 scale = set1(c.embedding_scale);
-  if (c.format == kBf16) {
-    const uint16_t* row = reinterpret_cast<const uint16_t*>(model.embedding) + int64_t(token) * c.hidden_size;
+  const char* source = model.embedding + token * model.embedding_stride;
+  if (model.embedding_source != kF32Source && model.embedding_source != kBf16Source) {
+    for (int i = 0; i < c.hidden_size; i += kInt8Group) {
+      float values[kInt8Group];
+      const int count = c.hidden_size - i < kInt8Group ? c.hidden_size - i : kInt8Group;
+      read_source(model.embedding_source, source, i, count, values);
+      for (int j = 0; j < count; ++j) x[i + j] = values[j] * c.embedding_scale;
+    }
+  } else if (model.embedding_source == kBf16Source) {
+    const uint16_t* row = reinterpret_cast<const uint16_t*>(source);
     int i = 0;
     for (; i + 16 <= c.hidden_size; i += 16) store(x + i, load(row + i) * scale);
     for (; i < c.hidden_size; ++i) x[i] = bf16_to_float(row[i]) * c.embedding_scale;
   } else {
-    const float* row = reinterpret_cast<const float*>(model.embedding) + int64_t(token) * c.hidden_size;
+    const float* row = reinterpret_cast<const float*>(source);
     for (int i = 0; i < c.hidden_size; i += 16)
       store_part(x + i, load_part(row + i, c.hidden_size - i) * scale, c.hidden_size - i);
   }

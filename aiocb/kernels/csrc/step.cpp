@@ -42,7 +42,7 @@ void Handle::complete() {
       if ((layer.down.data != nullptr) != (layer.experts->router.columns > c.num_experts))
         throw Failure(kBadShape, "layer %ld: a shared expert without a gate, or a gate without one", l);
     }
-    need(layer.qkv, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, l, kQkvLinear);
+    need(layer.qkv, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim - layer.value.columns, c.hidden_size, l, kQkvLinear);
     need(layer.out, c.hidden_size, c.num_heads * c.head_dim, l, kOutLinear);
     if (!layer.experts || layer.down.data) {
       need(layer.down, c.hidden_size, layer.down.depth, l, kDownLinear);

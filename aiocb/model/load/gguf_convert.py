@@ -20,7 +20,7 @@ from aiocb.model.load.gguf_file import GgufFile, read_gguf
 from aiocb.model.load.gguf_keys import amend_config, check_keys, frequency_factors, generation_values, is_unused
 from aiocb.model.load.gguf_tokenizer import build_tokenizer, wrong_sample
 
-__all__ = ["convert"]
+__all__ = ["convert", "read_config", "set_frequencies", "stray_tensors", "watched", "write_small"]
 
 _FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
@@ -54,13 +54,61 @@ def convert(
     _write(model, file, folder, weights_name)
 
 
+def read_config(file: GgufFile) -> Any:
+    """The configuration of a causal language model that says all the file says.
+
+    Raises:
+        ConfigError: transformers has none of that kind, or it has no place for something.
+    """
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"gguf_file": file.path.name}
+    try:
+        with watched():
+            config = AutoConfig.from_pretrained(str(file.path.parent), **options)
+            amend_config(config, file)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"cannot read {file.path}: {type(error).__name__}: {error}") from error
+    return config
+
+
+def stray_tensors(file: GgufFile, tensors: Collection[str], names: Collection[str]) -> set[str]:
+    """Tensors that a module has no place for and that count: not those of `names`, which it has."""
+    strays = {name for name in tensors if name not in names and name.removesuffix(".weight") not in names}
+    return {name for name in strays - _FACTORS if not is_unused(file, name)}
+
+
+def write_small(file: GgufFile, config: Any, folder: Path) -> None:
+    """Write configuration, generation defaults and tokenizer into a folder, as transformers has them.
+
+    Raises:
+        ConfigError: the tokenizer is of a kind that is not known, or does not do what its kind must do.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    auto: Any = AutoModelForCausalLM
+    config.architectures = [auto._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    generation: Any = GenerationConfig.from_model_config(config)
+    generation.update(**generation_values(file))
+    generation.save_pretrained(folder)
+    build_tokenizer(file).save_pretrained(folder)
+    wrong = wrong_sample(AutoTokenizer.from_pretrained(folder), file)
+    if wrong is not None:
+        raise ConfigError(f"{file.path}: the tokenizer that was made of it does not fit its kind: {wrong}")
+
+
 def _dequantised(file: GgufFile, dtype: torch.dtype) -> Any:
     """Let transformers make the module, of a configuration that says all the file says; nothing is dropped."""
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
     options: dict[str, Any] = {"gguf_file": file.path.name}
     auto: Any = AutoModelForCausalLM
-    with _watched() as names:
+    with watched() as names:
         config = AutoConfig.from_pretrained(str(file.path.parent), **options)
         amend_config(config, file)
         model, report = auto.from_pretrained(
@@ -74,21 +122,18 @@ def _dequantised(file: GgufFile, dtype: torch.dtype) -> Any:
     missing = set(report["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", None) or ())
     if missing:
         raise ConfigError(f"{file.path} has no weights for {_some(missing)} of {type(model).__name__}")
-    unread = set(report["unexpected_keys"])
-    if names:
-        unread = {name for name in file.tensors if name not in names and name.removesuffix(".weight") not in names}
-    unread = {name for name in unread - _FACTORS if not is_unused(file, name)}
+    unread = stray_tensors(file, file.tensors if names else report["unexpected_keys"], names)
     if unread:
         raise ConfigError(
             f"{file.path} has tensors that {type(model).__name__} has no place for: {_some(unread)}. "
             "Its answers would be wrong without them; name the original model instead"
         )
-    _set_frequencies(model, file)
+    set_frequencies(model, file)
     return model
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[Mapping[str, str]]:
+def watched() -> Iterator[Mapping[str, str]]:
     """Inside, transformers draws no progress bar, and does not read the file twice and its tables 400 times.
 
     Yields which tensors of the file it has names for, filled as it goes; empty where it reports unused ones itself.
@@ -124,8 +169,12 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _set_frequencies(model: Any, file: GgufFile) -> None:
-    """Check the rotary frequencies against the file, and divide them by its factors."""
+def set_frequencies(model: Any, file: GgufFile) -> None:
+    """Check the rotary frequencies against the file, and divide them by its factors.
+
+    Raises:
+        ConfigError: they are not those of the file.
+    """
     rotaries = [module for module in model.modules() if "inv_freq" in module._buffers]
     factors = frequency_factors(file)
     if factors is not None and not rotaries:

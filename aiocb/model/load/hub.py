@@ -26,7 +26,21 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["Found", "LoadedModel", "Located", "Progress", "find", "load", "locate", "quiet"]
+    from aiocb.model.load.gguf_stored import StoredModel, Unstorable
+
+__all__ = [
+    "Found",
+    "LoadedFile",
+    "LoadedModel",
+    "Located",
+    "Progress",
+    "find",
+    "find_file",
+    "load",
+    "load_stored",
+    "locate",
+    "quiet",
+]
 
 logger = logging.getLogger("aiocb.model")
 
@@ -160,6 +174,53 @@ def find(name_or_path: str, dtype: str | torch.dtype | None, device: str | torch
     if file is None:
         return _find_folder(str(name_or_path), chosen_dtype)
     return _found(file) if file.flaw() is None else None
+
+
+class LoadedFile(NamedTuple):
+    """A GGUF file that is used as it is."""
+
+    stored: StoredModel
+    tokenizer: Any
+    choices: tuple[Choice, ...]
+
+
+def find_file(name_or_path: str, dtype: str | torch.dtype | None, device: Any) -> gguf.GgufModel | None:
+    """The GGUF file that a name stands for, if it is to be used as it is: on the CPU, and no dtype was asked for.
+
+    The packaged models stand for those of the hub, which are in bfloat16.
+
+    Raises:
+        ConfigError: the file does not exist, or dtype or device are none.
+    """
+    chosen_device, _ = _choose_device(device, {})
+    if _parse_dtype(dtype) is not None or chosen_device is None or chosen_device.type != "cpu":
+        return None
+    return None if gguf.find_package(name_or_path) else _find_gguf(str(name_or_path), None)
+
+
+def load_stored(file: gguf.GgufModel, progress: Progress | None) -> LoadedFile | Unstorable:
+    """Map a GGUF file and load its tokenizer; or say why it has to be converted.
+
+    Raises:
+        ConfigError: it is damaged, or says something that cannot be honoured; the message names it.
+    """
+    from transformers import AutoTokenizer
+
+    from aiocb.model.load.gguf_stored import Unstorable, open_stored
+
+    report: Progress = progress or (lambda stage, fraction: None)
+    with _loading, quiet():
+        try:
+            stored = open_stored(file, report)
+        except Unstorable as reason:
+            return reason
+        tokenizer = AutoTokenizer.from_pretrained(stored.folder)
+    report("load", 1.0)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in stored.kinds.items())
+    weights = Choice("weights", str(file.parts[0]), f"a GGUF file as it is: {kinds}")
+    dtype = Choice("dtype", "as stored", "weights in the file's own types, activations and cache in bfloat16")
+    _, device = _choose_device("cpu", {})
+    return LoadedFile(stored, tokenizer, (weights, dtype, device))
 
 
 def _found(file: gguf.GgufModel) -> Found:

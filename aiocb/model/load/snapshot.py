@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aiocb.model.load.hub import Found
     from aiocb.model.native.families import ModelDescription
 
-__all__ = ["Encoded", "encode", "load", "save", "snapshot_folder", "stored_weights"]
+__all__ = ["Encoded", "encode", "load", "parity_folder", "save", "snapshot_folder", "stored_weights"]
 
 logger = logging.getLogger("aiocb.model")
 
@@ -47,6 +47,16 @@ _KEPT = 8  # per model: other versions, settings and earlier contents of its fil
 
 def snapshot_folder(found: Found, library: Library, quantization: str | None) -> Path:
     """Where the snapshot of a model lies, or will."""
+    return _folder(found.home.name, library, found.identity, quantization)
+
+
+def parity_folder(home: Path, library: Library) -> Path:
+    """Where the note lies of how a file compared with its dequantised forward; `home` is named by its content."""
+    return _folder(home.name, library, "parity")
+
+
+def _folder(name: str, library: Library, *others: str | None) -> Path:
+    """A folder for what this version of everything makes of a model."""
     parts = (
         aiocb.__version__,
         torch.__version__,
@@ -54,11 +64,10 @@ def snapshot_folder(found: Found, library: Library, quantization: str | None) ->
         _own_sources(),
         library.path.name,
         library.instruction_set(),
-        found.identity,
-        quantization,
+        *others,
     )
     digest = hashlib.blake2b("\n".join(map(str, parts)).encode(), digest_size=10)
-    return files.cache_dir() / "native" / f"{found.home.name[:80]}-{digest.hexdigest()}"
+    return files.cache_dir() / "native" / f"{name[:80]}-{digest.hexdigest()}"
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from aiocb.kernels.interface import QK_NORMS
 from aiocb.model.native.inspection import Unsupported, activation_of, require, require_untouched
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 __all__ = ["Experts", "Family", "LayerDescription", "ModelDescription", "Projection", "describe"]
@@ -116,7 +117,7 @@ class LayerDescription(NamedTuple):
 
 
 class ModelDescription(NamedTuple):
-    """Everything the native step needs; tensors are views of the module's parameters."""
+    """Everything the native step needs. Tensors are views of the module's parameters; `dtype` is the activations'."""
 
     family: str
     hidden_size: int
@@ -142,22 +143,24 @@ class ModelDescription(NamedTuple):
     ropes: list[tuple[Tensor, float]]
     layers: list[LayerDescription]
     max_position_embeddings: int
+    dtype: torch.dtype
 
 
-def describe(model: nn.Module) -> ModelDescription | str:
+def describe(model: nn.Module, *, has_memory: bool = True) -> ModelDescription | str:
     """Read a loaded causal LM; return the reason when the native step cannot run it.
 
-    What somebody does to the model later is seen when it is read again.
+    What somebody does to the model later is seen when it is read again. `has_memory`: its matrices do not lie
+    elsewhere, with tensors without memory in their place.
     """
     try:
-        return _describe(model)
+        return _describe(model, ("cpu",) if has_memory else ("cpu", "meta"))
     except Unsupported as reason:
         return str(reason)
     except (AttributeError, TypeError, ValueError, LookupError) as error:  # not built as this table believes
         return f"unexpected module structure: {error}"
 
 
-def _describe(model: Any) -> ModelDescription:
+def _describe(model: Any, devices: Sequence[str]) -> ModelDescription:
     import torch
     from torch import nn
 
@@ -172,7 +175,7 @@ def _describe(model: Any) -> ModelDescription:
     require_untouched(model)
     dtypes = {parameter.dtype for parameter in model.parameters()}
     require(dtypes in ({torch.bfloat16}, {torch.float32}), f"weights are {sorted(map(str, dtypes))}")
-    require(all(p.device.type == "cpu" for p in model.parameters()), "weights are not on the CPU")
+    require(all(p.device.type in devices for p in model.parameters()), "weights are not on the CPU")
     require(all(type(p.data) is torch.Tensor for p in model.parameters()), "weights are no plain tensors")
 
     backbone = getattr(model, family.backbone)
@@ -231,6 +234,7 @@ def _describe(model: Any) -> ModelDescription:
         ropes=ropes,
         layers=layers,
         max_position_embeddings=int(getattr(config, "max_position_embeddings", 0) or 1 << 20),
+        dtype=embedding.weight.dtype,
     )
 
 

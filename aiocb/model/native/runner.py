@@ -21,6 +21,7 @@ from aiocb.model.memory import run_in_memory
 from aiocb.model.native.families import ModelDescription, describe
 from aiocb.model.native.step import NativeStep
 from aiocb.model.native.swap import NativeSwap
+from aiocb.model.native.verify import accepted, sample_verified
 from aiocb.model.native.weights import pack_again
 from aiocb.outputs import TokenLogprobs
 from aiocb.records import Record, Records
@@ -62,7 +63,7 @@ class NativeRunner(ImmediateRunner):
         self._sampler = sampler
         self._module = module
         self._swap = NativeSwap(native, layout) if layout.swap_places else None
-        self._records = Records()  # block tables lie in native memory, by row
+        self._records = Records(takes_guesses=True)  # block tables lie in native memory, by row
         self._logits: Tensor | None = None
 
     device_type = "cpu"
@@ -113,11 +114,14 @@ class NativeRunner(ImmediateRunner):
         step = self._step(entries, records, frozenset(picked))
         if not picked:
             self.native.step(step.arguments(None))
-            return _greedy_result(entries, step)
+            return _greedy_result(entries, records, step)
         logits = self._logits_for(step.num_logits)
         self.native.step(step.arguments(logits.data_ptr()))
-        sampled = self._sampler(logits, [entries[at] for at in picked], [records[at] for at in picked])
-        return sampled if len(picked) == len(entries) else _join(_greedy_result(entries, step), sampled, picked)
+        some = [entries[at] for at in picked], [records[at] for at in picked]
+        sampled = sample_verified(self._sampler, logits, *some)
+        return (
+            sampled if len(picked) == len(entries) else _join(_greedy_result(entries, records, step), sampled, picked)
+        )
 
     def logits(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> Tensor:
         """Run the step without sampling: writes keys and values; returns logits [N, V]."""
@@ -164,22 +168,31 @@ class NativeRunner(ImmediateRunner):
 
 
 def _is_plain(entry: StepEntry, record: Record) -> bool:
-    """True when an entry needs nothing, or the argmax of its one row of logits."""
+    """True when an entry needs nothing, or the argmax of its one row of logits, and of one for each guess."""
     if not entry.is_sampled:
         return not entry.num_logits
-    return record.is_plain and entry.num_logits == 1
+    return record.is_plain and entry.num_logits == 1 + len(record.guesses)
 
 
-def _greedy_result(entries: Sequence[StepEntry], step: NativeStep) -> StepResult:
+def _greedy_result(entries: Sequence[StepEntry], records: Sequence[Record], step: NativeStep) -> StepResult:
     """What the argmax says of every entry; meaningless for those that have a sampler."""
     argmax = step.argmax
     token_ids: list[tuple[int, ...]] = []
     errors: dict[int, Exception] = {}
     row = -1
-    for entry in entries:
+    for entry, record in zip(entries, records):
         row += entry.num_logits
         if not entry.is_sampled:
             token_ids.append(())
+        elif record.guesses and record.is_plain:
+            guesses, record.guesses = record.guesses, ()
+            del record.tokens[-len(guesses) :]
+            chosen = argmax[row - len(guesses) : row + 1]
+            chosen = chosen[: accepted(guesses, chosen)]
+            failed = next((each for each in chosen if each < 0), None)
+            token_ids.append(() if failed is not None else tuple(chosen))
+            if failed is not None:
+                errors[entry.request_id] = failure_of(failed)
         elif argmax[row] >= 0:
             token_ids.append((argmax[row],))
         else:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiocb.attention.base import KVFormat
 from aiocb.kernels import KernelError, Library, NativeModel
-from aiocb.kernels.formats import FORMATS, PANEL, WeightFormat
+from aiocb.kernels.formats import FORMATS, INT4, INT8, PANEL, WeightFormat, WeightSource
 from aiocb.kernels.interface import ACTIVATIONS, PAGE_SIZE, ModelConfig
 from aiocb.model.native.families import Experts, ModelDescription, Projection
 from aiocb.model.native.int8 import FEEDING_NORM, InputTuning, record_inputs, tune, widths_of
+from aiocb.model.native.rows import FindRows, tensor_rows
 from aiocb.step import CacheLayout
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from torch import Tensor
 
-__all__ = ["build_native_model", "pack_again"]
+__all__ = ["build_native_model", "pack_again", "stored_bytes"]
 
 
 def build_native_model(
@@ -33,21 +34,34 @@ def build_native_model(
     instruction_set: str | None,
     copy_embedding: bool,
     quantization: str | None = None,
+    find_rows: FindRows = tensor_rows,
 ) -> NativeModel:
     """Pack all weights and reserve the cache.
 
     With `copy_embedding` nothing of the module is read afterwards; else its embedding is borrowed. `quantization` is
-    None or "int8".
+    None for the weights as they are stored, "int8" or "int4". `find_rows` says where the weights lie.
 
     Raises:
         KernelError: the kernels do not support a shape of the model.
+        LookupError: `find_rows` does not find a weight.
     """
     config = _config(description, layout)
     native = NativeModel(library, config, num_threads=num_threads, instruction_set=instruction_set)
     for group, cache in enumerate(layout.groups):
         native.set_group(group, cache.num_blocks * layout.page_size // PAGE_SIZE, len(cache.layers))
-    _pack_all(native, description, layout, copy_embedding, quantization)
+    _pack_all(native, description, layout, copy_embedding, quantization, find_rows)
     return native
+
+
+def stored_bytes(d: ModelDescription, find_rows: FindRows) -> int:
+    """Bytes of the packed weights of a model without experts that are packed as they are stored.
+
+    Raises:
+        LookupError: `find_rows` does not find a weight.
+    """
+    parts = [part for layer in d.layers for part in (*layer.qkv, layer.out, layer.gate, layer.up, layer.down)]
+    weights = [part.weight for part in (*parts, d.head) if part is not None]
+    return sum(_target(d, find_rows(weight).source).packed_bytes(*weight.shape) for weight in weights)
 
 
 def pack_again(native: NativeModel, description: ModelDescription, layout: CacheLayout) -> None:
@@ -77,12 +91,26 @@ def _config(d: ModelDescription, layout: CacheLayout) -> ModelConfig:
     )  # fmt: skip
 
 
+def _target(d: ModelDescription, source: WeightSource, quantization: str | None = None) -> WeightFormat:
+    """The format that a weight is packed in: what was asked for, else the nearest to what it is stored as."""
+    if quantization is not None:
+        return FORMATS[quantization]
+    if source.weights == 1:
+        return _format(d)
+    return INT4 if source.name in _FOUR_BITS else INT8
+
+
 def _format(d: ModelDescription) -> WeightFormat:
-    return FORMATS[KVFormat.of(d.embedding.dtype).name]
+    return FORMATS[KVFormat.of(d.dtype).name]
 
 
 def _pack_all(
-    native: NativeModel, d: ModelDescription, layout: CacheLayout, copy_embedding: bool, quantization: str | None = None
+    native: NativeModel,
+    d: ModelDescription,
+    layout: CacheLayout,
+    copy_embedding: bool,
+    quantization: str | None = None,
+    find_rows: FindRows = tensor_rows,
 ) -> None:
     for group, cache in enumerate(layout.groups):
         for position, index in enumerate(cache.layers):
@@ -97,15 +125,19 @@ def _pack_all(
             )
     for index, (frequencies, scaling) in enumerate(d.ropes):
         native.set_rope(index, _floats(frequencies), scaling)
-    # A copy also lets go of the file mapping that all weights of a safetensors file share.
-    embedding = d.embedding.detach().clone() if copy_embedding else d.embedding.detach().contiguous()
-    native.set_embedding(embedding.data_ptr(), embedding)
-    weight_format = _format(d) if quantization is None else FORMATS[quantization]
-    _Packer(native, d, weight_format, {}).pack()
+    embedding = d.embedding.detach()
+    if find_rows is tensor_rows:
+        # A copy also lets go of the file mapping that all weights of a safetensors file share.
+        embedding = embedding.clone() if copy_embedding else embedding.contiguous()
+    rows = find_rows(embedding)
+    native.set_embedding(int(rows.addresses[0]), rows.source, rows.owner)
+    packer = _Packer(native, d, quantization, find_rows, {})
+    packer.pack()
     if quantization is not None:
-        _Packer(native, d, weight_format, _tunings(native, d, layout)).pack()
+        _Packer(native, d, quantization, find_rows, _tunings(native, d, layout)).pack()
 
 
+_FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 _Tunings = dict[tuple[int, str], InputTuning]
 
 
@@ -132,14 +164,20 @@ def _tunings(native: NativeModel, d: ModelDescription, layout: CacheLayout) -> _
 
 
 class _Packer:
-    """Hands vectors and weights over, changed as int8 wants them."""
+    """Hands vectors and weights over, changed as whole numbers want them."""
 
     def __init__(
-        self, native: NativeModel, d: ModelDescription, weight_format: WeightFormat, tunings: _Tunings
+        self,
+        native: NativeModel,
+        d: ModelDescription,
+        quantization: str | None,
+        find_rows: FindRows,
+        tunings: _Tunings,
     ) -> None:
         self._native = native
         self._description = d
-        self._weight_format = weight_format
+        self._quantization = quantization
+        self._find_rows = find_rows
         self._tunings = tunings
 
     def pack(self) -> None:
@@ -147,7 +185,7 @@ class _Packer:
         d = self._description
         for index, layer in enumerate(d.layers):
             self._set_vectors(index, layer.vectors)
-            self._set(index, "qkv", *layer.qkv)
+            self._set_qkv(index, layer.qkv)
             self._set(index, "out", layer.out)
             if layer.down is not None:
                 self._set(index, "down", layer.down)
@@ -157,6 +195,19 @@ class _Packer:
                 self._set_experts(index, layer.experts)
         self._set_vectors(-1, d.final_vectors)
         self._set(-1, "head", d.head)
+
+    def _set_qkv(self, layer: int, parts: tuple[Projection, ...]) -> None:
+        """Pack queries, keys and values; values by themselves where they are stored in another format than both."""
+        if len(parts) == 3:
+            *others, value = (self._target(self._find_rows(part.weight).source) for part in parts)
+            if value not in others and sum(len(part.weight) for part in parts[:2]) % PANEL == 0:
+                self._set(layer, "qkv", *parts[:2])
+                self._set(layer, "value", parts[2])
+                return
+        self._set(layer, "qkv", *parts)
+
+    def _target(self, source: WeightSource) -> WeightFormat:
+        return _target(self._description, source, self._quantization)
 
     def _set_vectors(self, layer: int, vectors: dict[str, Tensor]) -> None:
         """Set norms (and sinks); what a weight is multiplied by along its depth, the norm before it is divided by."""
@@ -189,39 +240,28 @@ class _Packer:
         """Pack the rows of all projections as one matrix: one after the other, or gate and up in turn."""
         import numpy as np
 
-        weights = [_contiguous_rows(projection.weight) for projection in projections]  # alive until they are packed
-        addresses = [_addresses(weight) for weight in weights]
+        rows = [self._find_rows(projection.weight) for projection in projections]  # alive until they are packed
         biases = [
-            np.zeros(len(weight), np.float32) if projection.bias is None else _floats(projection.bias)
-            for weight, projection in zip(weights, projections, strict=True)
+            np.zeros(len(each.addresses), np.float32) if projection.bias is None else _floats(projection.bias)
+            for each, projection in zip(rows, projections, strict=True)
         ]
         join = _alternate if name.endswith("gate_up") and len(projections) == 2 else np.concatenate
-        source_format, tuning = _format(self._description), self._tuning(layer, name)
+        tuning = self._tuning(layer, name)
+        target = max((self._target(each.source) for each in rows), key=lambda each: each.bits)
+        if name == "head" and self._quantization == INT4.name:
+            target = INT8  # as files of four bits have it: it is most sensitive, and read once a token
         self._native.set_linear(
             layer,
             name,
-            join(addresses),
-            weights[0].shape[1],
-            source_format=source_format,
-            weight_format=source_format if name == "router" else self._weight_format,
+            join([each.addresses for each in rows]),
+            projections[0].weight.shape[1],
+            source=join([np.full(len(each.addresses), each.source.code, np.int32) for each in rows]),
+            weight_format=_format(self._description) if name == "router" else target,
             expert=expert,
             bias=None if all(projection.bias is None for projection in projections) else join(biases),
             input_scales=tuning.scales,
             importance=tuning.importance,
         )
-
-
-def _contiguous_rows(weight: Tensor) -> Tensor:
-    weight = weight.detach()
-    return weight if weight.stride(1) == 1 else weight.contiguous()
-
-
-def _addresses(weight: Tensor) -> npt.NDArray[np.uint64]:
-    """The address of every row."""
-    import numpy as np
-
-    stride = weight.stride(0) * weight.element_size()
-    return np.uint64(weight.data_ptr()) + np.arange(len(weight), dtype=np.uint64) * np.uint64(stride)
 
 
 def _alternate(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

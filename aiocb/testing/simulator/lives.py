@@ -16,6 +16,7 @@ from aiocb.engine.source import Built, RunnerSource
 from aiocb.errors import EngineError, InvalidRequest
 from aiocb.records import Record
 from aiocb.sampling_params import ModelDefaults
+from aiocb.scheduler.pace import Pace
 from aiocb.scheduler.request import Request, RequestStatus
 from aiocb.scheduler.scheduler import Scheduler
 from aiocb.testing.oracle import KVOracle
@@ -102,6 +103,7 @@ class Life:
             scheduler_type=chance.choice(("fifo", "prefill_first", "priority")),
             safety_margin=chance.choice((0.0, 0.15)),
             drafter=self._guess if chance.random() < 0.3 else None,
+            pace=Pace(chance.choice((0.001, 0.1)), 0.5) if chance.random() < 0.3 else None,
         )
         self.oracle.foretell = self._foretell if chance.random() < 0.3 else None
         self.limits = Limits(self.built.defaults, cache.max_request_tokens)

@@ -1,0 +1,62 @@
+"""Drafts from what a request has said before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aiocb.sampling_params import SamplingParams
+from aiocb.scheduler.lookup import FIRST_DRAFTS, PromptLookup
+from aiocb.scheduler.request import Request
+
+
+def _request(tokens: list[int], **sampling: Any) -> Request:
+    values = {"temperature": 0.0, "eos_token_id": (), "min_new_tokens": 0, **sampling}
+    return Request(list(tokens), id=1, sampling=SamplingParams(**values), max_tokens=10_000)
+
+
+def test_what_followed_the_last_tokens_is_proposed() -> None:
+    lookup = PromptLookup(8)
+    assert list(lookup(_request([1, 2, 3, 4, 5, 6, 9, 2, 3, 4]))) == [5, 6, 9][:FIRST_DRAFTS]
+    assert list(lookup(_request([1, 2, 3, 4, 5, 2, 3, 4, 7, 2, 3, 4]))) == [7, 2, 3]  # the last time counts
+    assert not lookup(_request([1, 2, 3, 4, 5, 9, 9, 3, 4]))  # two tokens are too few
+    assert not lookup(_request([1, 2]))
+
+
+def test_a_request_learns_from_its_own_output() -> None:
+    lookup, request = PromptLookup(8), _request([1, 2])
+    for token in (3, 4, 5, 1, 2, 3):
+        assert not lookup(request)
+        request.tokens.append(token)
+    assert list(lookup(request)) == [4, 5, 1]
+
+
+def test_proposals_grow_while_they_are_right() -> None:
+    lookup, request = PromptLookup(8), _request([*range(40), 0, 1, 2])
+    sizes = []
+    for _ in range(4):
+        drafts = list(lookup(request))
+        sizes.append(len(drafts))
+        request.tokens += [*drafts, drafts[-1] + 1]
+    assert sizes == [3, 6, 8, 8]
+
+
+def test_a_request_whose_proposals_fail_is_left_alone_longer_and_longer() -> None:
+    lookup, request = PromptLookup(8), _request([1, 1, 1, 1])
+    proposed_at = []
+    for step in range(300):
+        # The three before have stood there often, and something new comes each time.
+        request.tokens[-3:] = [1, 1, 1]
+        if lookup(request):
+            proposed_at.append(step)
+        request.tokens.append(100 + step)
+    gaps = [later - earlier for earlier, later in zip(proposed_at, proposed_at[1:], strict=False)]
+    long = [gap for gap in gaps if gap > 4]
+    assert long[:3] == sorted(long[:3]) and long[1] >= 1.8 * long[0]
+    assert len(proposed_at) < 20
+
+
+@pytest.mark.parametrize("sampling", [{"logits_processors": [lambda ids, logits: logits]}, {"regex": "a+"}])
+def test_who_sees_each_row_by_itself_gets_none(sampling: Any) -> None:
+    assert not PromptLookup(8)(_request([1, 2, 3, 4, 1, 2, 3], **sampling))
