@@ -15,6 +15,7 @@ from aiocb._version import __version__ as __version__
 from aiocb.config import Choice as Choice
 from aiocb.config import DistributedConfig as DistributedConfig
 from aiocb.config import EngineConfig as EngineConfig
+from aiocb.errors import AdapterInUse as AdapterInUse
 from aiocb.errors import AiocbError as AiocbError
 from aiocb.errors import ConfigError as ConfigError
 from aiocb.errors import EngineClosed as EngineClosed
@@ -57,6 +58,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AdapterInUse",
     "AiocbError",
     "Choice",
     "Chunk",

@@ -10,6 +10,7 @@
     │   ├── RequestTimeout (TimeoutError) a deadline of the request has passed
     │   └── RequestFailed                 something inside this request raised
     └── EngineError
+        ├── AdapterInUse                  requests run with an adapter that is to be unloaded
         ├── EngineClosed                  the engine is not running (not entered, or closed)
         └── EngineDead                    the worker thread has stopped; the cause is chained
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from aiocb.outputs import Completion
 
 __all__ = [
+    "AdapterInUse",
     "AiocbError",
     "ConfigError",
     "EngineClosed",
@@ -98,6 +100,10 @@ def explain(error: BaseException) -> str:
 
 class EngineError(AiocbError):
     """The engine, not a request, is the cause."""
+
+
+class AdapterInUse(EngineError):
+    """Requests run with an adapter that was to be unloaded, or replaced by another one; nothing has changed."""
 
 
 class EngineClosed(EngineError):

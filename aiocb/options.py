@@ -79,3 +79,4 @@ class RequestOptions(SamplingOptions, total=False):
     tool_choice: ToolChoice | None
     parallel_tool_calls: bool
     chat_template_kwargs: Mapping[str, Any] | None
+    adapter: str | None

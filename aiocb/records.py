@@ -6,7 +6,7 @@ the runner returned, so that after each step both agree on every token and every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -20,7 +20,7 @@ class Record:
     """One open request.
 
     Attributes:
-        request_id, num_prompt_tokens, sampling, seed: as in `OpenedRequest`.
+        request_id, num_prompt_tokens, sampling, seed, adapter: as in `OpenedRequest`.
         row: a small number that no other open request has; it stays the same while this one is open.
         tokens: prompt and output so far.
         num_opened: how many these were when it was opened, for the first time or once more.
@@ -35,6 +35,7 @@ class Record:
     """
 
     __slots__ = (
+        "adapter",
         "follows",
         "guesses",
         "is_plain",
@@ -60,6 +61,7 @@ class Record:
         self.num_prompt_tokens = opened.num_prompt_tokens
         self.sampling: SamplingParams = opened.sampling
         self.seed = opened.seed
+        self.adapter = opened.adapter
         self.is_plain = opened.sampling.is_plain
         self.state: Any = None
         self.state_slot = opened.state_slot
@@ -75,16 +77,18 @@ class Records:
 
     Args:
         num_groups: of the cache, for runners that read block tables here; 0 where they are kept elsewhere.
+        adapters: keys of those that the runner applies, as they are at each step.
         takes_guesses: the runner verifies drafts; else it takes only what it has said to follow.
     """
 
-    __slots__ = ("_by_id", "_free_rows", "_num_groups", "_takes_guesses")
+    __slots__ = ("_adapters", "_by_id", "_free_rows", "_num_groups", "_takes_guesses")
 
     verifies_drafts = False
     """True where drafts are none of the records' business."""
 
-    def __init__(self, num_groups: int = 0, *, takes_guesses: bool = False) -> None:
+    def __init__(self, num_groups: int = 0, adapters: Container[str] = (), *, takes_guesses: bool = False) -> None:
         self._num_groups = num_groups
+        self._adapters = adapters
         self._takes_guesses = takes_guesses
         self._by_id: dict[int, Record] = {}
         self._free_rows: list[int] = []
@@ -99,14 +103,17 @@ class Records:
         """Close, open and extend what the plan names; return the record of each entry, in their order.
 
         Raises:
-            NotImplementedError: it asks for what nobody would do: an adapter, a grammar by key, the check of guesses.
+            NotImplementedError: it asks for what nobody would do: an adapter that was not loaded, a grammar by key, the
+                check of guesses.
         """
         by_id = self._by_id
         for request_id in plan.closed:
             heappush(self._free_rows, by_id.pop(request_id).row)
         for opened in plan.opened:
-            if opened.adapter is not None or opened.grammar_key is not None:
-                raise NotImplementedError("runners know neither adapters nor grammars")
+            if opened.adapter is not None and opened.adapter not in self._adapters:
+                raise NotImplementedError("the runner has no such adapter")
+            if opened.grammar_key is not None:
+                raise NotImplementedError("runners know no grammars")
             # The lowest row that is free, so that rows stay dense.
             row = heappop(self._free_rows) if self._free_rows else len(by_id)
             by_id[opened.request_id] = Record(opened, row, self._num_groups)

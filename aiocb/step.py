@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from aiocb.config import Choice
+from aiocb.errors import ConfigError
 from aiocb.outputs import TokenLogprobs
 from aiocb.sampling_params import SamplingParams
 
@@ -146,7 +147,7 @@ class OpenedRequest(NamedTuple):
         num_prompt_tokens: how many of these are the prompt.
         sampling: resolved parameters.
         seed: 64-bit key of the random stream; the sampled position is the counter.
-        adapter, grammar_key: name of an adapter of the weights, key of a compiled grammar; None is none.
+        adapter, grammar_key: keys of an adapter that the runner has loaded, of a compiled grammar; None is none.
         state_slot: where its state is while it is open; 0 where the model has none.
     """
 
@@ -333,6 +334,16 @@ class Runner(Protocol):
             ConfigError: the model has become one that this runner cannot run.
         """
 
+    def load_adapter(self, key: str, adapter: Any) -> None:
+        """Take an adapter (see `model.load.peft.LoraWeights`) that requests may name by this key from now on.
+
+        Raises:
+            ConfigError: this runner applies none, or cannot apply this one; nothing has changed.
+        """
+
+    def drop_adapter(self, key: str) -> None:
+        """Forget an adapter: no request that is open, or will be, names it."""
+
     def close(self) -> None:
         """Free the cache and restore whatever was changed on a user's model. Idempotent."""
 
@@ -346,6 +357,13 @@ class ImmediateRunner(ABC):
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepResult:
         """Run the whole step; see `Runner.submit`."""
+
+    def load_adapter(self, key: str, adapter: Any) -> None:
+        """Refuse: most apply none."""
+        raise ConfigError(f"{type(self).__name__} applies no adapters")
+
+    def drop_adapter(self, key: str) -> None:  # noqa: B027, there is none
+        """Forget an adapter."""
 
     def submit(self, plan: StepPlan) -> StepResult:
         """Run the step."""

@@ -296,7 +296,7 @@ class CacheManager(BlockTables):
     # Internals
 
     def _root(self, sequence: CachedSequence) -> bytes:
-        return root_hash(sequence.cache_salt, sequence.cache_version, sequence.cache_kind)
+        return root_hash(sequence.cache_salt, sequence.cache_version, sequence.cache_kind, sequence.adapter)
 
     def _kind(self, num_prompt_tokens: int, num_tokens: int) -> int:
         switch = self.layout.switch

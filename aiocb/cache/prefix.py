@@ -1,10 +1,10 @@
 """Finds blocks whose KV is already there: `PrefixIndex`, from the hash of a full block to the physical one.
 
-The hash of block i covers the salt, the weights version, the kind of keys and *every* token up to the end of block i,
-so equal hashes mean an equal history. It is a 256-bit BLAKE2b (Python's own `hash` would let one tenant forge another's
-prefix), and a hit is verified against the block's own tokens on top of that.
+The hash of block i covers the salt, the weights version, the content of the adapter, the kind of keys and *every* token
+up to the end of block i, so equal hashes mean an equal history. It is a 256-bit BLAKE2b (Python's own `hash` would let
+one tenant forge another's prefix), and a hit is verified against the block's own tokens on top of that.
 
-    root = H(version, kind, salt)    d0 = H(root, tokens of block 0)    d1 = H(d0, tokens of block 1)    ...
+    root = H(version, kind, adapter, salt)    d0 = H(root, tokens of block 0)    d1 = H(d0, tokens of block 1)    ...
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ __all__ = ["PrefixIndex", "block_payload", "chain_hash", "root_hash"]
 _HASH_BYTES = 32
 
 
-def root_hash(salt: str | bytes | None, version: int, kind: int = 0) -> bytes:
-    """Digest of the empty prefix: what separates tenants (salt), weights (version), and kinds of keys."""
+def root_hash(salt: str | bytes | None, version: int, kind: int = 0, adapter: str | None = None) -> bytes:
+    """Digest of the empty prefix: what separates tenants (salt), weights (version, adapter), and kinds of keys."""
     if salt is None:
         data = b"n"
     elif isinstance(salt, str):
         data = b"s" + salt.encode("utf-8", "surrogatepass")
     else:
         data = b"b" + salt
+    if adapter is not None:
+        name = adapter.encode()
+        data = b"a" + len(name).to_bytes(8, "little") + name + data
     return blake2b(version.to_bytes(8, "little") + kind.to_bytes(8, "little") + data, digest_size=_HASH_BYTES).digest()
 
 

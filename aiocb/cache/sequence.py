@@ -39,6 +39,7 @@ class CachedSequence:
         num_computed_tokens: leading tokens whose KV is in the cache.
         num_scheduled_tokens: leading tokens whose KV is there once all plans in flight have been executed.
         cache_salt: separates prefixes that must not be shared.
+        adapter: key of the adapter's content that its KV is computed with; None is the model alone.
         tables: per group, the physical block of each logical block; `()` while nothing is held.
         num_sent_blocks: leading logical blocks of the tables that the runner has been told of.
         capacity: tokens that the tables have room for.
@@ -58,6 +59,7 @@ class CachedSequence:
 
     tokens: list[int]
     cache_salt: str | bytes | None = None
+    adapter: str | None = None
     num_computed_tokens: int = field(default=0, init=False)
     num_scheduled_tokens: int = field(default=0, init=False)
     tables: tuple[list[int], ...] = field(default=(), init=False)

@@ -26,6 +26,7 @@ class ServeOptions:
     """The fields of `ServeConfig` as options, and those of the engine that servers set."""
 
     served_model_name: Annotated[list[str] | None, _option("Name of the model for clients; may be repeated.")] = None
+    adapter: Annotated[list[str] | None, _option("A LoRA adapter, as name=folder; may be repeated.")] = None
     host: Annotated[str, _option("Where to listen.")] = "127.0.0.1"
     port: Annotated[int, _option("0 takes a free one.", min=0, max=65535)] = 8000
     api_key: Annotated[
@@ -102,6 +103,8 @@ def run_server(model: ModelOptions, options: ServeOptions) -> int:
     if not values["served_model_name"]:
         values["served_model_name"] = (model.model,)
     config = ServeConfig(**values)
+    if config.adapter:  # which the whole step does not apply
+        settings["attention"] = "cpu"
     _log_to_stderr()
     progress = LoadProgress()
     engine = build_engine(model, progress, **settings)

@@ -15,16 +15,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from aiocb.engine.adapters import LoadedAdapter, LoadedAdapters
 from aiocb.engine.delivery import Delivery, error_delta
 from aiocb.engine.output import OutputState
 from aiocb.engine.room import Room
 from aiocb.engine.stats import LATENCY_BUCKETS, Recorder, Stats
+from aiocb.errors import AdapterInUse
 from aiocb.scheduler.request import ParallelGroup, Request
 from aiocb.step import StepOutOfMemory
 
 if TYPE_CHECKING:
     from aiocb.engine.output import Submission
     from aiocb.engine.slot import Bridge, Slot
+    from aiocb.model.load.peft import LoraWeights
     from aiocb.scheduler.scheduler import Scheduler, Update
     from aiocb.step import Handle, Runner, StepPlan, StepResult
 
@@ -54,6 +57,7 @@ class EngineCore:
         buckets: upper bounds of the histograms of times, in seconds.
 
     Attributes:
+        adapters: that requests may choose, by name.
         delivery: the streams and what is on its way to them.
         last_event_at: when the last step began or ended.
         is_stepping: the runner is at work.
@@ -75,6 +79,7 @@ class EngineCore:
         self.runner = runner
         self.scheduler = scheduler
         self.room = room or Room(0)
+        self.adapters = LoadedAdapters()
         self.clock = clock
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.recorder = Recorder(buckets)
@@ -232,12 +237,14 @@ class EngineCore:
     def _enqueue(self, submission: Submission, requests: list[Request]) -> None:
         sampling = submission.sampling
         prompt = submission.prompt_token_ids
+        adapter = None if submission.adapter is None else self.adapters.key_of(submission.adapter)
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
         group = ParallelGroup() if len(submission.lanes) > 1 else None
         for lane in submission.lanes:
             request = Request(
                 list(prompt),
                 submission.cache_salt,
+                adapter,
                 id=next(self._request_ids),
                 sampling=sampling,
                 max_tokens=len(prompt) + submission.max_output_tokens,
@@ -270,6 +277,32 @@ class EngineCore:
         """Tell a bridge when the bounded queue may have room again, from the end of this step on."""
         self._watchers.add(bridge)
         self._num_told = None
+
+    def load_adapter(self, name: str, path: str, weights: LoraWeights) -> None:
+        """Let requests choose an adapter by this name; see `Engine.load_adapter` for what it raises."""
+        before = self.adapters.find(name)
+        if before is not None and before.key != weights.key:
+            self._check_unused(name)
+        self.runner.load_adapter(weights.key, weights)
+        self._drop_unnamed(self.adapters.put(name, LoadedAdapter(weights.key, path)))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; see `Engine.unload_adapter` for what it raises."""
+        self.adapters.key_of(name)
+        self._check_unused(name)
+        self._drop_unnamed(self.adapters.remove(name))
+
+    def _check_unused(self, name: str) -> None:
+        key = self.adapters.key_of(name)
+        count = sum(request.adapter == key for _, requests in self.delivery.streams() for request in requests)
+        if count:
+            raise AdapterInUse(
+                f"adapter {name!r} is used by {count} requests: wait until they have ended, or abort them"
+            )
+
+    def _drop_unnamed(self, key: str | None) -> None:
+        if key is not None:
+            self.runner.drop_adapter(key)
 
     def reset_prefix_cache(self, _: None) -> None:
         """Forget all cached prefixes; running requests keep their cache."""

@@ -8,12 +8,14 @@ Engine ─► Lives ─► Session (one per life) ─► Worker (thread) ─► 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import itertools
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -208,6 +210,7 @@ class Engine:
         tool_choice: ToolChoice | None = None,
         parallel_tool_calls: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
         **sampling: Unpack[StreamOptions],
     ) -> Stream:
         """Return a stream over one prompt; nothing is submitted before it is iterated, entered or awaited.
@@ -234,10 +237,11 @@ class Engine:
                 makes it call at least one, `{"type": "function", "function": {"name": ...}}` exactly this one.
             parallel_tool_calls: False ends the answer with its first call.
             chat_template_kwargs: passed to the chat template.
+            adapter: name of a loaded adapter (see `load_adapter`); None is the model alone.
             sampling: fields of `SamplingParams`.
 
         Raises:
-            InvalidRequest: an unknown parameter, or one that can be seen to be wrong without the model.
+            InvalidRequest: an unknown parameter or adapter, or one that can be seen to be wrong without the model.
             EngineError: rank 0 of several processes takes the requests, and this is another one.
         """
         spec = StreamSpec(
@@ -256,9 +260,12 @@ class Engine:
             None if chat_template_kwargs is None else take_values("chat_template_kwargs", chat_template_kwargs),
             None if tool_choice is None else take_values("tool_choice", tool_choice),
             parallel_tool_calls,
+            adapter,
         )
         spec.check()
         session = self._lives.session
+        if adapter is not None and session is not None and session.worker.core is not None:
+            session.worker.core.adapters.key_of(adapter)
         if session is not None and session.rank:
             session.raise_if_following()
         return Stream(self, spec)
@@ -417,6 +424,46 @@ class Engine:
             yield self._source.model
         finally:
             session.put((EngineCore.unpause, None))
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The folder of each adapter that is loaded, by name; empty while the engine does not run."""
+        session = self._lives.session
+        core = None if session is None else session.worker.core
+        return {} if core is None else core.adapters.paths()
+
+    async def load_adapter(self, name: str, path: str | PathLike[str]) -> None:
+        """Load a LoRA adapter that requests may choose by name, until it is unloaded or the engine is closed.
+
+        Cached prefixes belong to the adapter's content: other weights under the same name do not find them, the same
+        weights do.
+
+        Args:
+            name: any text; one that is taken gets the new weights.
+            path: a folder as PEFT saves it: `adapter_config.json` and `adapter_model.safetensors`.
+
+        Raises:
+            ConfigError: the adapter cannot be read, or not be applied to this model; nothing has changed.
+            AdapterInUse: requests run with other weights of this name.
+            EngineClosed, EngineDead: the engine is not running.
+        """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the name of an adapter must be a text, not {show_value(name)}")
+        session = self._running()
+        from aiocb.model.load.peft import read_adapter
+
+        weights = await asyncio.to_thread(read_adapter, str(path))
+        await session.ask(lambda core: core.load_adapter(name, str(path), weights))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            InvalidRequest: there is none of this name.
+            AdapterInUse: requests run with it.
+            EngineClosed, EngineDead: the engine is not running.
+        """
+        await self._running().ask(lambda core: core.unload_adapter(name))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes at the next step; running requests keep theirs.

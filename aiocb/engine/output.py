@@ -35,6 +35,7 @@ class Submission:
         drop_output: compute the prompt only (`max_new_tokens=0` with prompt log-probabilities).
         texts: the text of each lane; empty when nobody wants text.
         trace: makes spans of it; None where nobody traces.
+        adapter: name of one that is loaded; None is the model alone.
     """
 
     slot: Slot
@@ -53,6 +54,7 @@ class Submission:
     drop_output: bool = False
     texts: tuple[TextOutput, ...] = ()
     trace: Trace | None = None
+    adapter: str | None = None
 
 
 class OutputState:

@@ -81,6 +81,7 @@ class StreamSpec:
     chat_template_kwargs: Mapping[str, Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    adapter: str | None = None
 
     @property
     def needs_compiler(self) -> bool:
@@ -107,7 +108,7 @@ class StreamSpec:
             raise InvalidRequest(f"on_unread must be 'pause' or 'cancel', not {show_value(self.on_unread)}")
         if not isinstance(self.on_full, str) or self.on_full not in ("wait", "refuse"):
             raise InvalidRequest(f"on_full must be 'wait' or 'refuse', not {show_value(self.on_full)}")
-        for name, text in (("request_id", self.request_id), ("cache_salt", self.cache_salt)):
+        for name, text in (("request_id", self.request_id), ("cache_salt", self.cache_salt), ("adapter", self.adapter)):
             if text is not None and not _is_text(text):
                 raise InvalidRequest(
                     f"{name} must be a text (without halves of surrogate pairs), not {show_value(text)}"

@@ -202,6 +202,31 @@ class Session(Life):
         for encoder in (self.encoder, self.compiler):
             encoder.stop(self.worker.make_end_error)
 
+    async def ask(self, change: Callable[[EngineCore], None]) -> None:
+        """Have something done between two steps, and wait for it.
+
+        Raises:
+            Exception: whatever it raised, which the engine survives.
+            EngineClosed, EngineDead: the engine ended before.
+        """
+        done = Signal()
+        errors: list[Exception] = []
+
+        def run(core: EngineCore) -> None:
+            try:
+                if self.worker.state in ("dead", "closed"):  # whoever empties the inbox then has no runner
+                    raise self.worker.make_end_error()
+                change(core)
+            except Exception as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        self.put((EngineCore.call, run))
+        await done.wait()
+        if errors:
+            raise errors[0]
+
     async def submit(self, spec: StreamSpec, begun: asyncio.Future[Prepared | Exception], intent: Intent) -> Submitted:
         """Wait for its preparation and for room in the queue, and hand a stream to the worker.
 
@@ -267,6 +292,7 @@ class Session(Life):
             prepared.drop_output,
             prepared.texts,
             None if self.tracer is None else self.tracer.begin(spec.request_id, prepared.sampling),
+            spec.adapter,
         )
         bridge.line.enter(num_lanes)
         self.put((EngineCore.submit, submission))

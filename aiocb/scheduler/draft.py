@@ -77,6 +77,7 @@ class Draft:
                 request.num_prompt_tokens,
                 request.sampling,
                 request.seed,
+                request.adapter,
                 state_slot=request.state_slot,
             )
         if request.state_source:

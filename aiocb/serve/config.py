@@ -18,6 +18,7 @@ class ServeConfig:
 
     Attributes:
         served_model_name: names of the model on the wire; the first is shown. Empty: the name it was loaded by.
+        adapter: LoRA adapters as `name=folder`; `model: name` chooses one.
         host, port: where to listen; port 0 takes a free one. Only this machine by default.
         api_key: keys of which a request has to carry one (`Authorization: Bearer ...`); empty asks for none.
             `/health` and the chat page are open all the same.
@@ -43,6 +44,7 @@ class ServeConfig:
     """
 
     served_model_name: tuple[str, ...] = ()
+    adapter: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: tuple[str, ...] = ()
@@ -83,7 +85,20 @@ class ServeConfig:
                 is_good, wanted = isinstance(value, str), "a text"
             if not is_good:
                 raise ConfigError(f"{field.name} must be {wanted}, not {show_value(value)}")
+        for entry in self.adapter:
+            name, _, path = entry.partition("=")
+            if not name or not path:
+                raise ConfigError(f"an adapter is given as name=folder, not {show_value(entry)}")
+        shared = self.served_model_name + tuple(self.adapters)
+        if len(self.adapters) != len(self.adapter) or len(set(shared)) != len(shared):
+            raise ConfigError(f"names of models and adapters must differ: {', '.join(map(repr, shared))}")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, not {self.port}")
         if "*" in self.cors_origin and self.api_key == () and self.host not in ("127.0.0.1", "localhost", "::1"):
             raise ConfigError("cors_origin='*' without an api_key lets any page use this server: name the origins")
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folder of each adapter, by name."""
+        parts = (entry.partition("=") for entry in self.adapter)
+        return {name: path for name, _, path in parts}

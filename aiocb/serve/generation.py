@@ -125,7 +125,7 @@ class Generation(Endpoint, Generic[Request]):
         request = await parse(await read_body(scope, receive, config), self._model, config)
         name = service.name_of(request.model)
         asked = self.ask(request, uuid.uuid4().hex, name)
-        options = self.bounded(request, asked)
+        options = {**self.bounded(request, asked), "adapter": service.adapter_of(name)}
         if not request.stream:
             options["stream_interval"] = None  # one delivery: nobody reads deltas
         streams = [service.engine.stream(prompt, on_full="refuse", **options) for prompt in asked.prompts]

@@ -83,7 +83,7 @@ class Service:
 
     Attributes:
         engine, config: as given.
-        names: of the model on the wire; the first is shown.
+        names: of the model on the wire, and behind them those of adapters; the first is shown.
         created: when it was started, in seconds of the epoch.
         progress: how far the loading is.
         loaded: set when it has ended, well or not.
@@ -96,7 +96,7 @@ class Service:
     def __init__(self, engine: Engine, config: ServeConfig, progress: LoadProgress) -> None:
         self.engine = engine
         self.config = config
-        self.names = config.served_model_name or (engine.name,)
+        self.names = (*(config.served_model_name or (engine.name,)), *config.adapters)
         self.created = int(time.time())
         self.progress = progress
         self.loaded = asyncio.Event()
@@ -131,6 +131,10 @@ class Service:
                 404, f"no model {asked[:200]!r} here; this server has {served}", param="model", code="model_not_found"
             )
         return asked
+
+    def adapter_of(self, name: str) -> str | None:
+        """The adapter that a name of the wire stands for; None where it is the model's own."""
+        return name if name in self.config.adapters else None
 
     def check_open(self) -> None:
         """Raise where no request can be taken.
@@ -167,6 +171,8 @@ class Service:
         """Keep the engine running until this is cancelled; a failure to start it is kept in `failure`."""
         try:
             async with self.engine:
+                for name, path in self.config.adapters.items():
+                    await self.engine.load_adapter(name, path)
                 self.loaded.set()
                 await asyncio.Event().wait()
         except Exception as error:

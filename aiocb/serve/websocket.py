@@ -200,7 +200,7 @@ class _Socket:
         request = check(fields, ChatRequest)
         name = service.name_of(request.model)
         asked = self._chat.ask(request, uuid.uuid4().hex, name)
-        options = self._chat.bounded(request, asked)
+        options = {**self._chat.bounded(request, asked), "adapter": service.adapter_of(name)}
         stream = service.engine.stream(asked.prompts[0], on_full="refuse", **options)
         return Call([stream]), _Answer(name, request.n)
 

@@ -19,9 +19,10 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiocb.config import Choice
+from aiocb.errors import ConfigError
 from aiocb.records import Record
 from aiocb.sampling_params import SamplingParams
 from aiocb.step import NULL_BLOCK, CacheLayout, StepEntry, StepOutOfMemory, StepPlan, StepResult
@@ -157,6 +158,14 @@ class KVOracle:
         self._records.clear()
         self._flights.clear()
         self.is_released = True
+
+    def load_adapter(self, key: str, adapter: Any) -> None:
+        """Refuse: there are no weights."""
+        raise ConfigError("an oracle applies no adapters")
+
+    def drop_adapter(self, key: str) -> None:
+        """Refuse: there is none."""
+        raise KeyError(key)
 
     def reload_weights(self) -> None:
         """Take the weights for new ones: what was written before is of no use to anyone.

@@ -33,6 +33,7 @@ from aiocb.model.eager.batch import pack
 from aiocb.model.eager.cache import cache_for
 from aiocb.model.eager.handlers import KEPT_KEYS, AttentionCall, Handler, PagedHandler, Recorder
 from aiocb.model.eager.layers import check_layers
+from aiocb.model.eager.lora import adapted_rows
 from aiocb.model.eager.masks import NotPlainError
 from aiocb.model.eager.mixers import Mixer, Watch, attend_outside, explain, learn_mixers, split
 from aiocb.model.eager.own_attention import needs_masks, take_over
@@ -352,6 +353,8 @@ class ModelAdapter:
         backend: AttentionBackend,
         cache: PagedCache,
         storage: StateStorage | None = None,
+        *,
+        has_adapters: bool = False,
     ) -> Tensor:
         """Pack the entries of a plan, and run the model over pages and slots: logits [N, V]."""
         packed = pack(entries, records, cache.layout, self.device, self.dtype)
@@ -363,7 +366,8 @@ class ModelAdapter:
             make = functools.partial(make_parts, packed, backend, cache, storage, self.view.model.dtype)
             parts = make()
             single_parts = make(one_by_one=True) if any(mixer.is_single for mixer in self.mixers) else None
-        answering = Pass(handler, packed.positions, 0, parts, single_parts, whole)
+        adapted = adapted_rows(packed, [records[index] for index in packed.order]) if has_adapters else ()
+        answering = Pass(handler, packed.positions, 0, parts, single_parts, whole, adapted)
         self._lengths = packed.lengths
         try:
             return self._answered(packed.input_ids, packed.logit_rows, answering)

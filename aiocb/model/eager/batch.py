@@ -37,6 +37,7 @@ class PackedStep(NamedTuple):
         batch: what attention needs.
         state_slots: of each row, in the packed order; empty where there are no states. [R]
         lengths: for which length each token is rotated, where that makes a difference (see `rotary`).
+        order: the entry of each row.
     """
 
     input_ids: Tensor
@@ -45,6 +46,7 @@ class PackedStep(NamedTuple):
     batch: StepBatch
     state_slots: tuple[int, ...] = ()
     lengths: Lengths | None = None
+    order: tuple[int, ...] = ()
 
     @property
     def rows(self) -> PackedRows:
@@ -105,6 +107,7 @@ def pack(
         StepBatch(num_decodes, starts, computed, lengths, tuple(groups), page_size, device, dtype),
         () if layout.states is None else tuple(record.state_slot for record in owners),
         None if layout.switch is None else _rotated_lengths(layout.switch, owners, row_of_token, positions),
+        tuple(order),
     )
 
 

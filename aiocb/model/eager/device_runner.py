@@ -304,6 +304,14 @@ class DeviceRunner(TorchRunner):
             self._pipeline.release()
         super().release()
 
+    def load_adapter(self, key: str, adapter: Any) -> None:
+        """Refuse: a step that was recorded calls no module.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("adapters are applied on the CPU only: device='cpu' with EngineConfig(attention='cpu')")
+
     def reload_weights(self) -> None:
         """Look at the model anew; what was recorded and compiled is made again.
 

@@ -16,7 +16,11 @@ from torch import Tensor
 
 from aiocb.model.eager.handlers import Handler
 
-__all__ = ["Part", "Pass", "current", "entered"]
+__all__ = ["AdaptedRows", "Part", "Pass", "current", "entered"]
+
+
+AdaptedRows = Sequence[tuple[str, Tensor]]
+"""By the key of an adapter, the packed tokens [M] that go through it, in ascending order."""
 
 
 class Pass(NamedTuple):
@@ -29,6 +33,7 @@ class Pass(NamedTuple):
         parts: in which split mixers are called; None where they are called as a whole.
         single_parts: the same, no two requests in one.
         packed: what answers in mixers that scan all rows at once; None where these are called in parts, too.
+        adapted: which of the packed tokens go through an adapter; empty where none do.
     """
 
     handler: Handler
@@ -37,6 +42,7 @@ class Pass(NamedTuple):
     parts: Sequence[Part] | None = None
     single_parts: Sequence[Part] | None = None
     packed: Pass | None = None
+    adapted: AdaptedRows = ()
 
 
 class Part(NamedTuple):

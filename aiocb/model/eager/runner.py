@@ -25,6 +25,7 @@ from aiocb.kernels.interface import PAGE_SIZE
 from aiocb.model.eager.adapter import ModelAdapter
 from aiocb.model.eager.choose import choose_backend, choose_scans, pack_linears
 from aiocb.model.eager.dry_step import dry_step
+from aiocb.model.eager.lora import Adapters
 from aiocb.model.eager.slots import choose_states, layout_without_keys
 from aiocb.model.eager.states import StateStorage
 from aiocb.model.kv import PagedCache, choose_cache_dtype, choose_layout, choose_page_size
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from aiocb.model.eager.linears import PackedLinears
+    from aiocb.model.load.peft import LoraWeights
 
 __all__ = ["TorchRunner"]
 
@@ -125,7 +127,8 @@ class TorchRunner(ImmediateRunner):
             if self._states is not None:
                 rows.append(list(self._states.tensors.values()))
             self._swap = SwapBuffer(rows, layout.swap_places)
-        self._records = Records(len(layout.groups))
+        self._adapters = Adapters(adapter)
+        self._records = Records(len(layout.groups), self._adapters)
         try:
             parity = check_parity(self._model, self, kv_format.name)
         except ConfigError as error:
@@ -259,12 +262,15 @@ class TorchRunner(ImmediateRunner):
     def release(self) -> None:
         """Forget every request; see `step.Runner`."""
         self._records.clear()
+        self._adapters.clear()
         self._sampler.forget()
 
     @torch.inference_mode()
     def logits(self, entries: Sequence[StepEntry], records: Sequence[Record]) -> Tensor:
         """Run the model once: writes keys and values; returns logits [N, V]."""
-        return self._adapter.run(entries, records, self._backend, self._cache, self._states)
+        return self._adapter.run(
+            entries, records, self._backend, self._cache, self._states, has_adapters=self._adapters.is_any
+        )
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
@@ -296,6 +302,19 @@ class TorchRunner(ImmediateRunner):
         self._adapter = adapter
         if self._linears is not None:
             self._linears.repack(adapter.view.model)
+        self._adapters.move_to(adapter)
+
+    def load_adapter(self, key: str, adapter: LoraWeights) -> None:
+        """Add an adapter beside the linears of the view.
+
+        Raises:
+            ConfigError: a module of it cannot be adapted.
+        """
+        self._adapters.load(key, adapter)
+
+    def drop_adapter(self, key: str) -> None:
+        """Forget an adapter."""
+        self._adapters.drop(key)
 
     def close(self) -> None:
         """Free the cache, the packed weights and the view. Idempotent."""

@@ -8,7 +8,7 @@ Shape legend: T tokens of the step, R requests, N rows with logits, V vocabulary
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -129,6 +129,17 @@ class NativeRunner(ImmediateRunner):
         logits = torch.empty(step.num_logits, self.vocab_size, dtype=torch.float32)
         self.native.step(step.arguments(logits.data_ptr()))
         return logits
+
+    def load_adapter(self, key: str, adapter: Any) -> None:
+        """Refuse: the whole step calls no linear from here.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "the native whole step applies no adapters: set EngineConfig(attention='cpu'), which runs the model module "
+            "by module over native attention and linears"
+        )
 
     def reload_weights(self) -> None:
         """Read the weights of the module again, because they may have changed; nothing where they were freed.
