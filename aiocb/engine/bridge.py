@@ -36,7 +36,7 @@ __all__ = ["LoopBridge", "Mailbox", "Signal", "Withdrawn", "fail", "resolve"]
 
 T = TypeVar("T")
 
-_MAX_WOKEN = 64
+_MAX_WOKEN = 24
 """Readers that are woken in one pass of the loop. All of a step at once would let nothing else run before the last of
 them has: milliseconds, where each writes to a socket."""
 

@@ -23,6 +23,8 @@ NGRAM: Final = 3
 """Tokens that have to have stood together before: two are met too often by chance."""
 MAX_ROWS: Final = 8
 """Of a step, those that decode and their drafts: so many cost little more than one."""
+_MOST_PLACES: Final = 1 << 14
+"""That are remembered of a request: a few megabytes."""
 FIRST_DRAFTS: Final = 3
 _FIRST_REST: Final = 16
 _LAST_REST: Final = 256
@@ -80,11 +82,15 @@ class PromptLookup:
         # The last n-gram is what is looked up: it gets its place when something follows it.
         for end in range(max(history.num_indexed, ngram), num_tokens):
             places[tuple(tokens[end - ngram : end])] = end
+            if len(places) > _MOST_PLACES:  # the one that was met first
+                del places[next(iter(places))]
         history.num_indexed = max(num_tokens, ngram)
         place = places.get(tuple(tokens[-ngram:]))
         if place is None:
             return ()
         drafts = tokens[place : place + history.size]
+        for at in range(history.size - len(drafts)):  # beyond its end the text goes on as it is proposed to
+            drafts.append(drafts[at])
         history.num_drafts, history.num_tokens = len(drafts), num_tokens
         return drafts
 

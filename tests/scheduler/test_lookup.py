@@ -42,6 +42,22 @@ def test_proposals_grow_while_they_are_right() -> None:
     assert sizes == [3, 6, 8, 8]
 
 
+def test_a_short_period_is_gone_on_with_beyond_the_end() -> None:
+    lookup = PromptLookup(8)
+    request = _request([9, 4, 5, 4, 5, 4, 5])
+    assert list(lookup(request)) == [4, 5, 4]
+    request = _request([7, 7, 7, 7])
+    assert list(lookup(request)) == [7, 7, 7]
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiocb.scheduler.lookup._MOST_PLACES", 10)
+    lookup, request = PromptLookup(8), _request([*range(100), 0, 1, 2])
+    assert not lookup(request) and len(request.history.places) == 10  # forgotten
+    request.tokens += [95, 96, 97]
+    assert list(lookup(request))[:2] == [98, 99]
+
+
 def test_a_request_whose_proposals_fail_is_left_alone_longer_and_longer() -> None:
     lookup, request = PromptLookup(8), _request([1, 1, 1, 1])
     proposed_at = []

@@ -189,10 +189,10 @@ def _greedy_result(entries: Sequence[StepEntry], records: Sequence[Record], step
             del record.tokens[-len(guesses) :]
             chosen = argmax[row - len(guesses) : row + 1]
             chosen = chosen[: accepted(guesses, chosen)]
-            failed = next((each for each in chosen if each < 0), None)
-            token_ids.append(() if failed is not None else tuple(chosen))
-            if failed is not None:
-                errors[entry.request_id] = failure_of(failed)
+            if chosen[0] < 0:
+                errors[entry.request_id] = failure_of(chosen[0])
+            # A row that failed behind others is left to the next step: one of these may be the last.
+            token_ids.append(tuple(token for token in chosen if token >= 0))
         elif argmax[row] >= 0:
             token_ids.append((argmax[row],))
         else:

@@ -38,6 +38,9 @@ def sample_verified(
 ) -> StepResult:
     """Sample entries some of which have drafts; their records then have no guesses any more.
 
+    Where a row behind accepted tokens fails, these are kept: one of them may be the last, and if none is, the next step
+    meets the same failure.
+
     Args:
         sample: a sampler.
         logits: `num_logits` rows of each entry in their order, [N, V].
@@ -50,10 +53,11 @@ def sample_verified(
         if record.guesses:
             del record.tokens[-len(record.guesses) :]
             record.guesses = ()
+    lengths = [len(record.tokens) for record in records]
     starts = [0]
     for entry in entries:
         starts.append(starts[-1] + entry.num_logits)
-    alive, first = list(range(len(entries))), True
+    alive = list(range(len(entries)))
     tokens: list[list[int]] = [[] for _ in entries]
     logprobs: list[list[TokenLogprobs]] = [[] for _ in entries]
     has_logprobs, depth = False, 0
@@ -65,9 +69,9 @@ def sample_verified(
             rows += [starts[at] + depth] if guesses[at] else range(starts[at], starts[at + 1])
         part = [entries[at]._replace(num_logits=1) if guesses[at] else entries[at] for at in alive]
         result = sample(logits[torch.tensor(rows)], part, [records[at] for at in alive])
-        errors |= result.errors or {}
-        if first:  # those without drafts are done after it
-            prompt_logprobs, follows, first = result.prompt_logprobs, result.follows, False
+        if not depth:  # those without drafts are done after it
+            errors |= result.errors or {}
+            prompt_logprobs, follows = result.prompt_logprobs, result.follows
         has_logprobs = has_logprobs or result.logprobs is not None
         going_on = []
         for number, at in enumerate(alive):
@@ -78,14 +82,8 @@ def sample_verified(
                 records[at].tokens += result.token_ids[number]
                 going_on.append(at)
         alive, depth = going_on, depth + 1
-    for record, guess, found in zip(records, guesses, tokens, strict=True):
-        if guess:  # `Records.finish` appends them all
-            right = len(found) - 1 if record.request_id not in errors else len(found)
-            if right > 0:
-                del record.tokens[-right:]
-    for at, record in enumerate(records):
-        if record.request_id in errors:
-            tokens[at] = []
+    for record, base in zip(records, lengths, strict=True):
+        del record.tokens[base:]  # `Records.finish` appends them all
     return StepResult(
         [tuple(each) for each in tokens],
         [tuple(each) or None for each in logprobs] if has_logprobs else None,
