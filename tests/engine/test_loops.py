@@ -502,7 +502,7 @@ async def test_a_step_wakes_its_readers_in_parts() -> None:
         readers = [asyncio.create_task(read(number)) for number in range(200)]
         await setup.gate.held()
         count()
-        while sum(woken.values()) < 1000:
+        while sum(woken.values()) < 1000 or setup.runner.max_requests <= 100:
             await setup.gate.step()
             await asyncio.sleep(0)
         is_counting = False
@@ -510,4 +510,4 @@ async def test_a_step_wakes_its_readers_in_parts() -> None:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
         assert setup.runner.max_requests > 100
-        assert 32 < max(woken.values()) <= 64
+        assert 12 < max(woken.values()) <= 24

@@ -135,7 +135,9 @@ torch.set_num_threads(1)
 model = tiny("llama", intermediate_size=16384, max_position_embeddings=8192)
 
 async def main():
-    config = aiocb.EngineConfig(max_batch_tokens=2048, max_prefill_chunk=2048, native=True, num_threads=1)
+    config = aiocb.EngineConfig(
+        max_batch_tokens=2048, max_prefill_chunk=2048, target_itl=None, native=True, num_threads=1
+    )
     async with aiocb.Engine(model, None, config=config) as engine:
         await engine.generate([1, 2, 3], max_new_tokens=2)
         used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))

@@ -88,10 +88,12 @@ class Steps:
         self.entries: list[Sequence[StepEntry]] = []
         run = ModelAdapter.run
 
-        def noted(adapter: ModelAdapter, entries: Any, records: Sequence[Record], *rest: Any) -> torch.Tensor:
+        def noted(
+            adapter: ModelAdapter, entries: Any, records: Sequence[Record], *rest: Any, **options: Any
+        ) -> torch.Tensor:
             self.entries.append(entries)
             meter.num_tokens = sum(entry.num_new_tokens for entry in entries)
-            return run(adapter, entries, records, *rest)
+            return run(adapter, entries, records, *rest, **options)
 
         monkeypatch.setattr(ModelAdapter, "run", noted)
 

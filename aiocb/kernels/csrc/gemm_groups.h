@@ -373,13 +373,14 @@ struct GroupWeights {
   static void pack(const Linear& linear, const PackArgs& args, int first_panel, int last_panel) {
     const int groups = int8_groups(linear.depth);
     for (int panel = first_panel; panel < last_panel; ++panel) {
-      for (int column = 0; column < kPanel; ++column) {
-        const char* row = args.rows[panel * kPanel + column];
-        const int source = args.sources[panel * kPanel + column];
-        char* out = linear.data + panel * linear.panel_bytes;
-        for (int g = 0; g < groups; ++g, out += P::kGroupBytes) {
-          const int first = g * kInt8Group;
-          const int count = !row ? 0 : linear.depth - first < kInt8Group ? linear.depth - first : kInt8Group;
+      char* out = linear.data + panel * linear.panel_bytes;
+      // Columns within groups: what is written stays in the nearest cache until it is whole.
+      for (int g = 0; g < groups; ++g, out += P::kGroupBytes) {
+        const int first = g * kInt8Group;
+        const int most = linear.depth - first < kInt8Group ? linear.depth - first : kInt8Group;
+        for (int column = 0; column < kPanel; ++column) {
+          const char* row = args.rows[panel * kPanel + column];
+          const int source = args.sources[panel * kPanel + column], count = row ? most : 0;
           if (count == kInt8Group && !args.input_scales && P::take(source, row, g, out, column)) continue;
           alignas(64) float values[kInt8Group] = {}, importance[kInt8Group] = {};
           if (count) read_source(source, row, first, count, values);
