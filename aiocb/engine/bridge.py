@@ -227,6 +227,8 @@ class LoopBridge:
                 for start in range(_MAX_WOKEN, len(batch), _MAX_WOKEN):
                     await asyncio.sleep(0)
                     self._deliver(batch[start : start + _MAX_WOKEN])
+                if len(batch) > _MAX_WOKEN:  # what comes next may be there already
+                    await asyncio.sleep(0)
         finally:
             self._undispatch()
 
