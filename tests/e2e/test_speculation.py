@@ -81,18 +81,6 @@ async def test_outputs_are_those_without(kind: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_beside_many_others_nothing_is_proposed() -> None:
-    model = tiny("llama", vocab_size=VOCAB)
-    config = aiocb.EngineConfig(speculation="prompt_lookup", native=True)
-    async with aiocb.Engine(model, byte_tokenizer(), config=config) as engine:
-        prompts = [[5, 6, 7, 8] * 4] * 8
-        await engine.generate_batch(prompts, temperature=0.0, max_new_tokens=20, ignore_eos=True)
-        assert engine.stats().spec_decode_num_draft_tokens == 0
-        await engine.generate(prompts[0], temperature=0.0, max_new_tokens=20, ignore_eos=True)
-        assert engine.stats().spec_decode_num_draft_tokens > 0
-
-
-@pytest.mark.asyncio
 async def test_only_kernels_that_verify_are_given_drafts() -> None:
     config = aiocb.EngineConfig(speculation="prompt_lookup", native=False)
     engine = aiocb.Engine(tiny("llama", vocab_size=VOCAB), byte_tokenizer(), config=config)

@@ -39,6 +39,7 @@ class Harness:
         margin: float = 0.0,
         depth: int = 1,
         draft_len: int = 0,
+        max_draft_rows: int | None = None,
         errors: Callable[[StepPlan], Mapping[int, Exception] | None] | None = None,
         interrupt: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -60,6 +61,7 @@ class Harness:
             scheduler_type=policy,
             safety_margin=margin,
             drafter=self.guess if draft_len else None,
+            max_draft_rows=max_draft_rows,
         )
         self.draft_len = draft_len
         self.oracle = KVOracle(self.layout, vocab_size=VOCAB, depth=depth, errors=errors, interrupt=interrupt)

@@ -10,6 +10,8 @@ from aiocb.sampling_params import SamplingParams
 from aiocb.scheduler.lookup import FIRST_DRAFTS, PromptLookup
 from aiocb.scheduler.request import Request
 
+from .helpers import Harness
+
 
 def _request(tokens: list[int], **sampling: Any) -> Request:
     values = {"temperature": 0.0, "eos_token_id": (), "min_new_tokens": 0, **sampling}
@@ -76,3 +78,17 @@ def test_a_request_whose_proposals_fail_is_left_alone_longer_and_longer() -> Non
 @pytest.mark.parametrize("sampling", [{"logits_processors": [lambda ids, logits: logits]}, {"regex": "a+"}])
 def test_who_sees_each_row_by_itself_gets_none(sampling: Any) -> None:
     assert not PromptLookup(8)(_request([1, 2, 3, 4, 1, 2, 3], **sampling))
+
+
+def test_beside_many_others_nothing_is_proposed() -> None:
+    """A step has at most so many rows that decode or are drafted."""
+    harness = Harness(draft_len=3, max_draft_rows=5)
+    for number in range(5):
+        harness.add([1 + number] * 6, 12 if number else 24)
+    harness.run()
+    rows = [sum(entry.num_new_tokens for entry in plan.entries) for plan in harness.plans]
+    drafted = [sum(len(entry.draft_token_ids) for entry in plan.entries) for plan in harness.plans]
+    decoding = [len(plan.entries) for plan in harness.plans]
+    assert not any(drafts for drafts, count in zip(drafted, decoding, strict=True) if count >= 5)
+    assert all(count <= 5 for count, drafts in zip(rows, drafted, strict=True) if drafts)
+    assert any(drafted)  # when one is left
