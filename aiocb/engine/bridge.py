@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -32,13 +33,22 @@ if TYPE_CHECKING:
 
     from aiocb.engine.room import Line
 
-__all__ = ["LoopBridge", "Mailbox", "Signal", "Withdrawn", "fail", "resolve"]
+__all__ = ["LoopBridge", "Mailbox", "Signal", "Withdrawn", "fail", "next_part", "resolve"]
 
 T = TypeVar("T")
 
-_MAX_WOKEN = 24
-"""Readers that are woken in one pass of the loop. All of a step at once would let nothing else run before the last of
-them has: milliseconds, where each writes to a socket."""
+_PASS_S = 0.0015
+"""How long a pass of the loop is to take while a step's readers are woken. All of them at once would let nothing else
+run before the last one has: milliseconds, where each writes to a socket."""
+_FEWEST, _FIRST, _MOST = 8, 32, 256
+"""Readers that are woken in one pass: at least, at first, and at most."""
+
+
+def next_part(limit: int, count: int, seconds: float) -> int:
+    """How many readers to wake in one pass, after `count` of the `limit` that there might be have taken so long."""
+    if seconds > 1.5 * _PASS_S:
+        return max(count // 2, _FEWEST)
+    return min(2 * limit, _MOST) if count == limit and seconds < 0.5 * _PASS_S else limit
 
 
 class Withdrawn(Exception):
@@ -130,6 +140,7 @@ class LoopBridge:
         self._channel = None
         self._dispatcher: asyncio.Task[None] | None = None
         self._mailbox = Mailbox(loop, self._arrived)
+        self._part = _FIRST
 
     # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -223,12 +234,15 @@ class LoopBridge:
                     batch = receive.receive_nowait()
                 except anyio.WouldBlock:
                     batch = await receive.receive()
-                self._deliver(batch[:_MAX_WOKEN])
-                for start in range(_MAX_WOKEN, len(batch), _MAX_WOKEN):
-                    await asyncio.sleep(0)
-                    self._deliver(batch[start : start + _MAX_WOKEN])
-                if len(batch) > _MAX_WOKEN:  # what comes next may be there already
-                    await asyncio.sleep(0)
+                start = 0
+                while start < len(batch):
+                    part = batch[start : start + self._part]
+                    self._deliver(part)
+                    start += len(part)
+                    if len(part) >= min(self._part, _FIRST):  # let its readers run before others are woken
+                        began = time.perf_counter()
+                        await asyncio.sleep(0)
+                        self._part = next_part(self._part, len(part), time.perf_counter() - began)
         finally:
             self._undispatch()
 

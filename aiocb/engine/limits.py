@@ -25,7 +25,7 @@ __all__ = ["make_scheduler"]
 logger = logging.getLogger("aiocb")
 
 _CPU_PREFILL_CHUNK = 128
-_CPU_MAX_REQUESTS = 256
+_PACED_REQUESTS = 256
 _TARGET_ITL = 0.08
 _CHARACTERS_PER_TOKEN = 32
 _MIN_PROMPT_CHARACTERS = 1_000_000
@@ -50,19 +50,13 @@ def _drafter(config: EngineConfig, built: Built) -> PromptLookup | None:
     return PromptLookup(config.num_speculative_tokens)
 
 
-def _target_itl(config: EngineConfig, built: Built) -> Choice:
-    """How long a step may last, and why; "none" where its tokens alone are bounded."""
+def _target_itl(config: EngineConfig, built: Built) -> tuple[float | None, str]:
+    """How long a step may last, None where its tokens alone are bounded; and why."""
     if config.target_itl != "auto":
-        return Choice(
-            "target_itl", "none" if config.target_itl is None else f"{config.target_itl:g} s", "as configured"
-        )
+        return config.target_itl, "as configured"
     if _is_native(built):
-        return Choice(
-            "target_itl",
-            f"{_TARGET_ITL:g} s",
-            "prompts get what decoding leaves of it; their output does not depend on it",
-        )
-    return Choice("target_itl", "none", "how prompts are cut may change their output here")
+        return _TARGET_ITL, "prompts get what decoding leaves of it; their output does not depend on it"
+    return None, "how prompts are cut may change their output here"
 
 
 def _batch_tokens(runner: Runner, *, is_paced: bool) -> tuple[int, str]:
@@ -97,29 +91,18 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
         choices.append(Choice(name, str(chosen), reason))
         return chosen
 
-    target = _target_itl(config, built)
-    choices.append(target)
-    pace = None
-    if target.value != "none":
-        pace = Pace(
-            _TARGET_ITL if config.target_itl in ("auto", None) else float(config.target_itl), config.target_ttft
-        )
+    target, why = _target_itl(config, built)
+    choices.append(Choice("target_itl", "none" if target is None else f"{target:g} s", why))
+    pace = None if target is None else Pace(target, config.target_ttft)
     max_batch_tokens = choose(
         "max_batch_tokens", config.max_batch_tokens, *_batch_tokens(built.runner, is_paced=pace is not None)
     )
-    chunk = choose(
-        "max_prefill_chunk",
-        config.max_prefill_chunk,
-        max_batch_tokens
-        if pace is not None
-        else min(_CPU_PREFILL_CHUNK, max_batch_tokens)
-        if is_cpu
-        else max(max_batch_tokens // 2, 1),
-        "target_itl bounds what one long prompt may take"
-        if pace is not None
-        else "one long prompt must not hold up the streams that decode",
-        max_batch_tokens,
-    )
+    if pace is not None:
+        most_chunk, why = max_batch_tokens, "target_itl bounds what one long prompt may take"
+    else:
+        most_chunk = min(_CPU_PREFILL_CHUNK, max_batch_tokens) if is_cpu else max(max_batch_tokens // 2, 1)
+        why = "one long prompt must not hold up the streams that decode"
+    chunk = choose("max_prefill_chunk", config.max_prefill_chunk, most_chunk, why, max_batch_tokens)
     for name in ("state_interval", "max_state_memory"):
         if layout.states is None and getattr(config, name) is not None:
             logger.warning("%s=%r has no effect: the model keeps no states", name, getattr(config, name))
@@ -132,8 +115,10 @@ def make_scheduler(config: EngineConfig, built: Built) -> tuple[Scheduler, Limit
     max_requests = choose(
         "max_requests_per_batch",
         config.max_requests_per_batch,
-        min(_CPU_MAX_REQUESTS if is_cpu else MAX_REQUESTS, max_batch_tokens, smallest),
-        "bounded by the token budget and by one block each"
+        min(MAX_REQUESTS if pace is None else _PACED_REQUESTS, max_batch_tokens, smallest),
+        f"{_PACED_REQUESTS}, so that decoding alone stays short; bounded by the token budget and by one block each"
+        if pace is not None
+        else "bounded by the token budget and by one block each"
         if layout.states is None
         else "bounded by the token budget, by one block and by one slot for a state each",
         max_batch_tokens,

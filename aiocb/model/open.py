@@ -56,25 +56,29 @@ def _open_here(request: ModelRequest) -> Opened:
 def _open_located(request: ModelRequest) -> Opened:
     from aiocb.model.native import plan as native
 
-    kept = _kept(request)
-    if kept is not None:
-        _refuse_accelerated(request, "cpu")
-        runner = _built(native.plan(request, kept))
-        if not isinstance(runner, Refusal):
-            return _opened(request, kept, runner)
+    # A file as it is comes first: what was made of it in another dtype is not what is asked for.
     stored = _stored(request)
+    why_converted: tuple[Choice, ...] = ()
     if isinstance(stored, Material):
         _refuse_accelerated(request, "cpu")
         runner = _built(native.plan(request, stored))
         if not isinstance(runner, Refusal):
             return _opened(request, stored, runner)
         stored = runner
+    if stored is not None:
+        logger.info("the file is converted: %s", stored.reason)
+        why_converted = (Choice("gguf", "converted", stored.reason),)
+    kept = _kept(request)
+    if kept is not None:
+        _refuse_accelerated(request, "cpu")
+        kept = kept._replace(choices=(*kept.choices, *why_converted))
+        runner = _built(native.plan(request, kept))
+        if not isinstance(runner, Refusal):
+            return _opened(request, kept, runner)
     from aiocb.model.eager import build as eager
 
     material = _loaded(request)
-    if stored is not None:
-        logger.info("the file is converted: %s", stored.reason)
-        material = material._replace(choices=(*material.choices, Choice("gguf", "converted", stored.reason)))
+    material = material._replace(choices=(*material.choices, *why_converted))
     _refuse_accelerated(request, material.module.device.type)
     refused = _built(native.plan(request, material))
     if not isinstance(refused, Refusal):
@@ -144,7 +148,7 @@ def _kept(request: ModelRequest) -> Material | None:
 def _stored(request: ModelRequest) -> Material | Refusal | None:
     """A GGUF file as it is; None where it is none or more was asked for, or why it has to be converted."""
     config = request.config
-    if request.model is not None or request.options or request.quantization is not None:
+    if request.model is not None or hub.unused_by_files(request.options) or request.quantization is not None:
         return None
     if config.native is False or config.attention is not None:
         return None

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from aiocb.scheduler.roster import Roster
 from aiocb.step import StepPlan
 
 __all__ = ["Pace", "StepCost"]
@@ -29,6 +30,7 @@ _WARM_UP: Final = 2
 _FIRST: Final = 4
 """Steps that are looked at before the target counts; until then, budgets are small."""
 _FIRST_TOKENS: Final = 128
+_REFIT: Final = 8
 _GROWTH: Final = 2
 """How many times the largest step that was seen the next one may be: nothing is known of what is larger."""
 _OUTLIER: Final = 4.0
@@ -117,7 +119,9 @@ class StepCost:
         self.most_tokens = max(self.most_tokens, tokens)
         self._kinds[has_prompts].add((1.0, float(tokens), keys * _KEYS), seconds)
         self.num_steps += 1
-        self.coefficients = self._fit()
+        # Steps without prompts come by the hundred, and say little that is new.
+        if has_prompts or self.num_steps <= _FIRST or self.num_steps % _REFIT == 0:
+            self.coefficients = self._fit()
 
     def _fit(self) -> tuple[float, float, float]:
         """The best coefficients that are not negative: those that would be are left out, one by one."""
@@ -170,14 +174,29 @@ class Pace:
 
     Attributes:
         cost: what steps take.
+        last_budget: of the last step that had prompts; None before, and where the tokens alone bound it.
     """
 
-    __slots__ = ("cost", "target_itl", "target_ttft")
+    __slots__ = ("cost", "last_budget", "target_itl", "target_ttft")
 
     def __init__(self, target_itl: float, target_ttft: float) -> None:
         self.target_itl = target_itl
         self.target_ttft = target_ttft
         self.cost = StepCost()
+        self.last_budget: int | None = None
+
+    def budget_of(self, roster: Roster, most: int, now: float) -> int:
+        """The tokens of the next step; `most` where there is no prompt."""
+        oldest = min(roster.prefilling.values(), key=lambda request: request.rank, default=None)
+        start = 0 if oldest is None else oldest.num_scheduled_tokens
+        oldest = oldest or roster.queue.peek()
+        self.last_budget = None
+        if oldest is not None:
+            # One that was preempted has had its first token: nobody waits for that.
+            since = now if oldest.first_token_at is not None or oldest.submitted_at is None else oldest.submitted_at
+            lengths = [request.num_scheduled_tokens for request in roster.decoding.values()]
+            self.last_budget = self.budget(lengths, start, now - since, most)
+        return most if self.last_budget is None else self.last_budget
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step that has taken so long."""

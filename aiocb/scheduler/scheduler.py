@@ -87,7 +87,6 @@ class Scheduler:
         self.safety_margin = safety_margin
         self.pace = pace
         self.num_draft_tokens = self.num_accepted_tokens = 0
-        self._step_tokens = max_batch_tokens
         self._num_arrivals = 0
         self._roster = Roster(cache)
         self._admission = Admission(self._roster, self.max_requests_per_batch, safety_margin)
@@ -155,7 +154,8 @@ class Scheduler:
     @property
     def step_tokens(self) -> int:
         """What the last step with prompts might have had: less than `max_step_tokens` where it would last too long."""
-        return min(self._step_tokens, self._shortage.max_tokens)
+        most = self._shortage.max_tokens
+        return most if self.pace is None or self.pace.last_budget is None else min(self.pace.last_budget, most)
 
     @property
     def has_work(self) -> bool:
@@ -264,24 +264,8 @@ class Scheduler:
         """
         budget = self._shortage.max_tokens
         if self.pace is not None and now is not None:
-            budget = self._paced(self.pace, budget, now)
+            budget = self.pace.budget_of(self._roster, budget, now)
         return self._planner.plan(budget, now)
-
-    def _paced(self, pace: Pace, most: int, now: float) -> int:
-        """The budget of a step in time, where it is going to have prompts."""
-        roster = self._roster
-        oldest = min(roster.prefilling.values(), key=lambda request: request.rank, default=None)
-        start = 0 if oldest is None else oldest.num_scheduled_tokens
-        oldest = oldest or roster.queue.peek()
-        if oldest is None:
-            self._step_tokens = most
-            return most
-        lengths = [request.num_scheduled_tokens for request in roster.decoding.values()]
-        # One that was preempted has had its first token: nobody waits for that.
-        has_waited = oldest.submitted_at is not None and oldest.first_token_at is None
-        waited = now - oldest.submitted_at if has_waited and oldest.submitted_at is not None else 0.0
-        self._step_tokens = pace.budget(lengths, start, waited, most)
-        return self._step_tokens
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn how long a step has taken; see `Pace`."""

@@ -176,6 +176,8 @@ async def test_the_whole_step_says_what_to_do(tmp_path: Path) -> None:
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
         ({"peft_type": "IA3"}, "IA3"),
+        ({"something_new": 2}, "something_new"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' .it changes the model's own weights"),
         ({"r": 0}, "r must be a number above 0"),
         ({"lora_alpha": "8"}, "lora_alpha must be"),
         ({"r": 8}, "not of rank 8"),

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 import aiocb
-from aiocb.engine.bridge import Mailbox
+from aiocb.engine.bridge import Mailbox, next_part
 from aiocb.sampling_params import ModelDefaults
 from aiocb.testing import FakeRunner, assert_quiescent, fake_engine
 from aiocb.testing.quiescent import worker_threads
@@ -481,8 +482,9 @@ def test_a_loop_that_was_interrupted_goes_on(
         loop.close()
 
 
-async def test_a_step_wakes_its_readers_in_parts() -> None:
-    """Whatever else is due runs between them."""
+async def test_a_step_wakes_its_readers_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is due runs between them: of readers that are slow, the fewest."""
+    monkeypatch.setattr("aiocb.engine.bridge._PASS_S", 0.0)
     async with running(is_open=False) as setup:
         passes = 0
         is_counting = True
@@ -510,4 +512,17 @@ async def test_a_step_wakes_its_readers_in_parts() -> None:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
         assert setup.runner.max_requests > 100
-        assert 12 < max(woken.values()) <= 24
+        assert max(woken.values()) <= 32
+        assert statistics.mode(woken.values()) == 8
+
+
+def test_a_pass_of_the_loop_takes_as_long_as_it_may() -> None:
+    """Whatever a reader costs: more of them are woken at once where they are quick, fewer where they are slow."""
+    for cost, expected in ((1e-6, {256}), (40e-6, {32}), (1e-3, {8})):
+        part, parts = 32, set()
+        for step in range(40):
+            part = next_part(part, min(part, 200), cost * min(part, 200))
+            if step > 10:
+                parts.add(part)
+        assert parts <= expected | {2 * each for each in expected} | {each // 2 for each in expected}
+    assert next_part(64, 20, 0.0) == 64  # a rest says nothing of more

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import aiocb.model.kv as kv
-from aiocb import kernels
 from aiocb.config import EngineConfig
 from aiocb.errors import ConfigError
 from aiocb.kernels.interface import LINEARS
@@ -32,14 +31,8 @@ PROMPT = [3, 17, 40, 41, 90, 7, 8, 60, 61, 62, 5, 33, 34, 35, 36, 99, 100, 101, 
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    built = kernels.load()
-    assert not isinstance(built, kernels.KernelUnavailable), built
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / built.path.parent.name).symlink_to(built.path.parent)  # the kernels are not compiled again
-    monkeypatch.setenv("AIOCB_CACHE", str(cache))
-    return tmp_path
+def folder(own_cache: Path) -> Path:
+    return own_cache.parent
 
 
 @pytest.fixture
@@ -133,13 +126,42 @@ def test_an_output_matrix_of_its_own(unconverted: Path) -> None:
     opened.runner.close()
 
 
-def test_frequencies_are_divided_by_the_files_factors(unconverted: Path) -> None:
+def test_frequencies_are_divided_by_the_files_factors(folder: Path) -> None:
     factors = {"rope_freqs.weight": np.linspace(1, 8, HIDDEN // 8, dtype=np.float32)}
-    plain = _open(write_gguf(unconverted / "plain.gguf", kinds={"": "Q8_0"}))
-    changed = _open(write_gguf(unconverted / "changed.gguf", tensors=factors, kinds={"": "Q8_0"}))
-    assert relative_error(_logits(plain.runner), _logits(changed.runner)) > 0.05
-    plain.runner.close()
-    changed.runner.close()
+    path = write_gguf(folder / "tiny.gguf", tensors=factors, kinds={"": "Q8_0"})
+    opened = _open(path)
+    converted = hub.load(str(path), dtype="float32", device="cpu").model
+    with torch.inference_mode():
+        expected = converted(torch.tensor([PROMPT])).logits[0]
+    actual = _logits(opened.runner)
+    assert relative_error(expected, actual) < 0.05
+    assert relative_error(_expected(path), actual) > 0.05  # as transformers reads it, without them
+    opened.runner.close()
+
+
+def test_what_was_made_of_a_file_before_is_not_taken_for_it(folder: Path) -> None:
+    path = write_gguf(folder / "tiny.gguf", kinds={"": "Q8_0"})
+    for _ in range(2):
+        _open(path, dtype="bfloat16").runner.close()
+    opened = _open(path)
+    assert _choice(opened, "dtype").value == "as stored"
+    opened.runner.close()
+
+
+def test_options_that_say_where_to_look_change_nothing(unconverted: Path) -> None:
+    path = write_gguf(unconverted / "tiny.gguf", kinds={"": "Q8_0"})
+    opened = _open(path, options={"trust_remote_code": True, "local_files_only": True})
+    assert _choice(opened, "dtype").value == "as stored"
+    opened.runner.close()
+
+
+def test_a_comparison_that_cannot_be_noted_is_made_again(unconverted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(unconverted / "tiny.gguf", kinds={"": "Q8_0"})
+    (unconverted / "cache" / "native").write_text("in the way")
+    for _ in range(2):
+        opened = _open(path)
+        assert "of the first 1 layers" in _choice(opened, "parity").reason
+        opened.runner.close()
 
 
 @pytest.mark.parametrize("kind", ["TQ2_0", "Q4_K"])

@@ -35,16 +35,8 @@ QWEN2_MOE = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_inter
 
 
 @pytest.fixture
-def gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    built = kernels.load()
-    assert not isinstance(built, kernels.KernelUnavailable), built
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / built.path.parent.name).symlink_to(built.path.parent)  # the kernels are not compiled again
-    monkeypatch.setenv("AIOCB_CACHE", str(cache))
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path)
-    return path
+def gguf_file(own_cache: Path) -> Path:
+    return write_gguf(own_cache.parent / "tiny.gguf")
 
 
 @pytest.fixture

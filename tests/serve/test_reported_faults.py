@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from typing import Any
 
@@ -69,18 +70,23 @@ async def test_both_names_of_the_longest_answer() -> None:
         assert response.json()["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("letter", ["a", " ", "\n", "\u00e9"])
-async def test_megabytes_of_one_letter_hold_nobody_up(letter: str) -> None:
-    """Encoded off the loop, or refused: another request is answered meanwhile."""
+@pytest.mark.parametrize(
+    ("letter", "count"), [("a", 900_000), (" ", 900_000), ("\n", 3_000_000), ("\u00e9", 3_000_000)]
+)
+async def test_megabytes_of_one_letter_hold_nobody_up(letter: str, count: int) -> None:
+    """Encoded off the loop, or beyond a bound refused unread: another request is answered meanwhile."""
     async with serving() as served:
-        messages = [{"role": "user", "content": letter * 3_000_000}]
+        messages = [{"role": "user", "content": letter * count}]
         task = asyncio.create_task(served.client.post(CHAT, json={"messages": messages, "max_tokens": 1}))
         slowest = 0.0
         while not task.done():
             began = time.perf_counter()
             assert (await served.client.get("/health")).status_code == 200
             slowest = max(slowest, time.perf_counter() - began)
-        assert (await task).status_code == 400
+        response = await task
+        assert response.status_code == 400
+        words = "positions|context|tokens" if count < 1_000_000 else "characters"
+        assert re.search(words, response.json()["error"]["message"])
         assert slowest < 5.0
 
 

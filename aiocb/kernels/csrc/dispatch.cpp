@@ -1,6 +1,9 @@
 #include "dispatch.h"
 
 #include <cstring>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "executor.h"
 
@@ -26,12 +29,20 @@ namespace portable { extern const InstructionSet isa; }
 
 namespace {
 
+#if defined(__x86_64__)
+// Asked of the processor: older compilers have no name for it.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+#endif
+
 bool is_supported(const char* name) {
   auto is = [&](const char* other) { return std::strcmp(name, other) == 0; };
   if (is("portable")) return true;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (is("avx2")) return avx2;

@@ -81,12 +81,12 @@ __attribute__((noinline)) void compute_tile(const char* a, int64_t a_stride, con
                                       out + part * 16);
 }
 
-template <class F, bool keeps = false>
-AIOCB_INLINE void compute_rows(int rows, const char* a, int64_t a_stride, const char* b, int steps, const Aside& aside,
-                               float* out) {
-#define AIOCB_CASE(n)                                                                                 \
-  case n:                                                                                             \
-    if constexpr (n <= kMaxRows) compute_tile<F, n, keeps>(a, a_stride, b, steps, aside, out);        \
+// work(n) for a number of rows that the compiler knows: at most `kMost`, and six.
+template <int kMost, class Work>
+AIOCB_INLINE void with_rows(int rows, const Work& work) {
+#define AIOCB_CASE(n)                                                         \
+  case n:                                                                     \
+    if constexpr (n <= kMost) work(std::integral_constant<int, n>());         \
     return
   switch (rows) {
     AIOCB_CASE(1);
@@ -97,6 +97,12 @@ AIOCB_INLINE void compute_rows(int rows, const char* a, int64_t a_stride, const 
     AIOCB_CASE(6);
   }
 #undef AIOCB_CASE
+}
+
+template <class F, bool keeps = false>
+AIOCB_INLINE void compute_rows(int rows, const char* a, int64_t a_stride, const char* b, int steps, const Aside& aside,
+                               float* out) {
+  with_rows<kMaxRows>(rows, [&](auto n) { compute_tile<F, decltype(n)::value, keeps>(a, a_stride, b, steps, aside, out); });
 }
 
 // Rows [first, first + count) of block `index` when `rows` are cut into `blocks` of even size (33 = 7+7+7+6+6).

@@ -287,20 +287,9 @@ typedef void (*GroupTile)(int rows, const char* a, int64_t a_stride, const char*
 template <class P, class Dot>
 void compute_group_rows(int rows, const char* a, int64_t a_stride, const char* b, const char* bytes, int groups,
                         const char* ahead, int lines, float* out) {
-#define AIOCB_CASE(n)                                                                                    \
-  case n:                                                                                                \
-    if constexpr (n <= kGroupTileRows)                                                                   \
-      compute_group_tile<P, Dot, n>(a, a_stride, b, bytes, groups, ahead, lines, out);                   \
-    return
-  switch (rows) {
-    AIOCB_CASE(1);
-    AIOCB_CASE(2);
-    AIOCB_CASE(3);
-    AIOCB_CASE(4);
-    AIOCB_CASE(5);
-    AIOCB_CASE(6);
-  }
-#undef AIOCB_CASE
+  with_rows<kGroupTileRows>(rows, [&](auto n) {
+    compute_group_tile<P, Dot, decltype(n)::value>(a, a_stride, b, bytes, groups, ahead, lines, out);
+  });
 }
 
 template <class P>

@@ -115,17 +115,26 @@ struct Int8Pages {
 #endif
 };
 
-// `count` numbers, a multiple of 16, in sixteen bits; returns the scale, which is NaN where they are not finite.
+// The largest size among `count` numbers, a multiple of 16, and whether all are finite.
+struct Peak {
+  float size;
+  bool is_finite;
+};
 template <class E>
-AIOCB_INLINE float to_shorts(const E* x, int count, int16_t* out) {
+AIOCB_INLINE Peak peak_of(const E* x, int count) {
   F16 peaks = zero(), nan = zero();
   for (int i = 0; i < count; i += 16) {
     const F16 value = load(x + i);
     nan = fma(value, zero(), nan);
     peaks = max(peaks, abs(value));
   }
-  const float peak = reduce_max(peaks);
-  const bool is_finite = reduce_add(nan) == 0.0f;
+  return {reduce_max(peaks), reduce_add(nan) == 0.0f};
+}
+
+// `count` numbers, a multiple of 16, in sixteen bits; returns the scale, which is NaN where they are not finite.
+template <class E>
+AIOCB_INLINE float to_shorts(const E* x, int count, int16_t* out) {
+  const auto [peak, is_finite] = peak_of(x, count);
   const F16 inverse = set1(is_finite && peak > 1e-34f ? 32767.0f / peak : 0.0f);  // else too small for it
   for (int i = 0; i < count; i += 16) store(out + i, load(x + i) * inverse);
   return is_finite ? peak * (1.0f / 32767.0f) : __builtin_nanf("");
@@ -170,14 +179,7 @@ AIOCB_INLINE const uint16_t* key_scales(const char* keys, int dim) {
 // One key or value [D] in bytes; returns its scale. Rounded up, no byte is beyond 127.
 template <class E>
 AIOCB_INLINE uint16_t quantize_head(const E* x, int dim, char* out) {
-  F16 peaks = zero(), nan = zero();
-  for (int d = 0; d < dim; d += 16) {
-    const F16 value = load(x + d);
-    nan = fma(value, zero(), nan);
-    peaks = max(peaks, abs(value));
-  }
-  const float peak = reduce_max(peaks);
-  const bool is_finite = reduce_add(nan) == 0.0f;
+  const auto [peak, is_finite] = peak_of(x, dim);
   if (!is_finite || !(peak > 1e-34f)) {  // too small for the inverse of its scale
     std::memset(out, 0, size_t(dim));
     return is_finite ? 0 : 0x7fc0;

@@ -58,6 +58,7 @@ class StoredModel:
         module: its vectors are real, its matrices are on the meta device.
         folder: with its configuration and its tokenizer.
         kinds: how many tensors of each type of ggml's the matrices have.
+        is_quantized: some of them are no floats.
     """
 
     def __init__(self, module: Any, folder: Path, matrices: Mapping[str, _Stored]) -> None:
@@ -68,6 +69,7 @@ class StoredModel:
         self._matrices = {_storage(module.get_parameter(name)): matrix for name, matrix in matrices.items()}
         kinds = [matrix.info.kind.name for matrix in matrices.values()]
         self.kinds = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+        self.is_quantized = any(kind not in ("F32", "F16", "BF16") for kind in kinds)
 
     def find_rows(self, weight: Tensor) -> WeightRows:
         """Where the rows of a matrix of the module lie, or of a slice of one along its rows; see `FindRows`.

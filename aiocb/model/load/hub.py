@@ -40,6 +40,7 @@ __all__ = [
     "load_stored",
     "locate",
     "quiet",
+    "unused_by_files",
 ]
 
 logger = logging.getLogger("aiocb.model")
@@ -119,7 +120,7 @@ def load(
         file = _find_gguf(name, chosen_dtype)
         why = "as stored" if file is None else "dequantised"
         if file is not None:
-            unused = sorted(key for key, value in kwargs.items() if value is not None and key not in _OTHER_FILES)
+            unused = unused_by_files(kwargs)
             if unused:
                 raise ConfigError(
                     f"{name} is a GGUF file here, for which transformers' options do nothing: {', '.join(unused)}. "
@@ -174,6 +175,11 @@ def find(name_or_path: str, dtype: str | torch.dtype | None, device: str | torch
     if file is None:
         return _find_folder(str(name_or_path), chosen_dtype)
     return _found(file) if file.flaw() is None else None
+
+
+def unused_by_files(options: Mapping[str, Any]) -> list[str]:
+    """Options of transformers' that do nothing for a GGUF file; not those that only say how other files are found."""
+    return sorted(key for key, value in options.items() if value is not None and key not in _OTHER_FILES)
 
 
 class LoadedFile(NamedTuple):

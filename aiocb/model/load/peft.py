@@ -24,11 +24,18 @@ __all__ = ["LoraWeights", "read_adapter"]
 
 _PREFIX = "base_model.model."
 _MOST_CONFIG_BYTES = 1 << 20
-_REFUSED = (
-    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "target_parameters",
-    "trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens", "arrow_config", "fan_in_fan_out",
-)  # fmt: skip
-"""Settings that change what is computed. Those of where the weights were to go do not count: the file says where."""
+_KNOWN = frozenset((
+    "r", "lora_alpha", "use_rslora", "peft_type", "bias", "init_lora_weights",
+    # Where the weights were to go (the file says where they are), what trained them, and how they are written.
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "inference_mode",
+    "task_type", "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_config",
+    "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
+    "ensure_weight_tying", "qalora_group_size",
+))  # fmt: skip
+"""Settings that are honoured, and those that change nothing of what is computed. Others are refused where they are set:
+they ask for something that would not be applied."""
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` that leave the model's own weights as they were."""
 
 
 class LoraWeights(NamedTuple):
@@ -74,8 +81,10 @@ def _settings(folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         kind = settings.get("peft_type") if isinstance(settings, dict) else None
         raise ConfigError(f"adapter {str(folder)!r} is of type {kind!r}; only LORA can be loaded")
-    refused = [name for name in _REFUSED if settings.get(name)]
+    refused = [name for name, value in settings.items() if value and name not in _KNOWN]
     refused += [f"bias={settings['bias']!r}"] if settings.get("bias", "none") != "none" else []
+    if settings.get("init_lora_weights") not in _PLAIN_STARTS:
+        refused.append(f"init_lora_weights={settings['init_lora_weights']!r} (it changes the model's own weights)")
     if refused:
         raise ConfigError(
             f"adapter {str(folder)!r} uses {', '.join(refused)}, which is not applied per request: merge it into the "

@@ -8,6 +8,7 @@ are right, or the file is converted the long way. That a file passed is remember
 from __future__ import annotations
 
 import copy
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["build_stored"]
 
+logger = logging.getLogger("aiocb.model")
+
 _MAKER = "parity 1"
 _ROWS = 512
 """Of the vocabulary, which is most of a small model, in the comparison."""
@@ -44,10 +47,13 @@ def build_stored(
     """
     # Activations and cache in bf16, as of any model; the module's vectors are as exact as the file has them.
     description = description._replace(dtype=torch.bfloat16)
-    label = ", ".join(stored.kinds)
     parity = _parity(stored, description, library, request)
     if isinstance(parity, Refusal):
         return parity
+    try:
+        num_bytes = stored_bytes(description, stored.find_rows)
+    except LookupError as error:
+        return Refusal(str(error))
     runner = build(
         description,
         library,
@@ -56,8 +62,8 @@ def build_stored(
         sampler=request.sampler,
         is_owned=True,
         find_rows=stored.find_rows,
-        weights_label=label,
-        reserved={"the weights": stored_bytes(description, stored.find_rows)},
+        weights_label=", ".join(stored.kinds),
+        reserved={"the weights": num_bytes},
     )
     stored.forget_pages()
     if isinstance(runner, NativeRunner):
@@ -84,14 +90,18 @@ def _parity(
         module=module,
         is_owned=True,
         find_rows=stored.find_rows,
-        weights_label="int8",  # what is multiplied with weights of few bits has eight
+        # What is multiplied with weights of few bits has eight.
+        weights_label="int8" if stored.is_quantized else "bfloat16",
     )
     if isinstance(runner, Refusal):
         return runner
     parity = next(choice for choice in runner.choices if choice.name == "parity")
     runner.close()
-    with files.locked(folder), files.make_folder(folder, _MAKER) as scratch:
-        (scratch / note.name).write_text(parity.value, encoding="utf-8")
+    try:
+        with files.locked(folder), files.make_folder(folder, _MAKER) as scratch:
+            (scratch / note.name).write_text(parity.value, encoding="utf-8")
+    except OSError:  # the next start compares again
+        logger.debug("%s cannot be written", folder, exc_info=True)
     return parity._replace(reason=f"{parity.reason}: of the first {len(first.layers)} layers")
 
 
